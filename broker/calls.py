@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 # A request that is repeated until it is answered, because another user's flood may drop it.
 #
-# It is dropped with the connection that a flood has filled (`request_connection`), or waits
-# behind it. So a request to such a service may be sent twice. While no service
-# answers, another service may be about to take over.
+# A request is dropped with the connection that a flood has filled (`request_connection`), or waits
+# behind the flood. So a request to such a service may be sent twice. While no service answers,
+# another one may be about to take over.
 
 R = TypeVar("R", bound=Message)
 
 ATTEMPT_S = 5.0
-"""After which a request is sent again; a late reply to the one before counts as well."""
+"""A request is sent again after this time; a late reply to the first one counts, too."""
 _LEAST_S = 0.1
 _PAUSE_S = 0.1
 
@@ -107,8 +107,8 @@ async def repeated_call(
             if answered:
                 return answered.pop().result()
     finally:
-        for one in sent:
-            one.cancel()
+        for attempt in sent:
+            attempt.cancel()
         await asyncio.gather(*sent, return_exceptions=True)
 
 
@@ -140,7 +140,7 @@ class SchedulerCalls:
         after = ""
         while True:
             request = ListRequest(all=True, widest=widest, archived=archived, after=after)
-            page = await self._ask("list", request, JobList)
+            page = await self._call_scheduler("list", request, JobList)
             records += page.records
             if not page.after:
                 return records
@@ -194,10 +194,10 @@ class SchedulerCalls:
             fork_of=fork_of,
             weights_only=weights_only,
         )
-        return (await self._ask("try", request, CheckReply)).results
+        return (await self._call_scheduler("try", request, CheckReply)).results
 
     async def hand_over(self, job: str, secrets: "Mapping[SecretName, str]") -> JobRecord:
-        """Give a job secrets, beside those that it has."""
+        """Add secrets to those of a job."""
         from ..schemas.job import SecretsRequest
 
         request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
@@ -216,7 +216,7 @@ class SchedulerCalls:
 
         request = GameCheckRequest(request_id=new_request_id(), config=dict(config), look=look)
         while True:
-            reply = await self._ask("check_game", request, CheckReply)
+            reply = await self._call_scheduler("check_game", request, CheckReply)
             if reply.done:
                 return reply.results
 
@@ -224,11 +224,11 @@ class SchedulerCalls:
         from ..schemas.job import JobSecrets, SealingKey
         from .credentials import close_seal  # only who has a secret loads the cryptography
 
-        key = await self._ask("key", Empty(), SealingKey)
+        key = await self._call_scheduler("key", Empty(), SealingKey)
         return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
 
     async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
-        """Lay keys over the configuration of a job that has not started; maybe start it."""
+        """Change keys of the configuration of a job that has not started; optionally start it."""
         return await self._change(
             "configure", ConfigureRequest(job=job, config=dict(config), start=start)
         )
@@ -238,7 +238,7 @@ class SchedulerCalls:
         return await self._change("stop", StopRequest(job=job, now=now, complete=complete))
 
     async def pause(self, job: str) -> JobRecord:
-        """Let a running job stand still; `resume` lets it go on."""
+        """Pause a running job until `resume`."""
         return await self._change("pause", JobRequest(job=job))
 
     async def archive(self, job: str) -> JobRecord:
@@ -254,9 +254,9 @@ class SchedulerCalls:
         return await self._change("delete", JobRequest(job=job))
 
     async def resume(self, job: str, config: Mapping[str, Any] | None = None) -> JobRecord:
-        """Let a paused job go on, and one that has ended, from its last checkpoint.
+        """Continue a paused job, or one that has ended, from its last checkpoint.
 
-        `config` is laid over the configuration of one that has ended, and refused otherwise.
+        `config` changes the configuration of a job that has ended, and is refused otherwise.
         """
         return await self._change("resume", ResumeRequest(job=job, config=dict(config or {})))
 
@@ -278,9 +278,9 @@ class SchedulerCalls:
         group: str | None = None,
         notes: str | None = None,
     ) -> JobRecord:
-        """Change what a job is found by; None leaves it, an empty group takes the job out of its.
+        """Change tags, notes or group of a job; None leaves them, an empty group removes it.
 
-        Raises MessageError for what cannot be a tag or a group.
+        Raises MessageError for invalid tags and groups.
         """
         named = None if tags is None else list(tags)
         request = LabelRequest(job=job, tags=named, group=group, notes=notes)
@@ -290,53 +290,53 @@ class SchedulerCalls:
         """Return the nodes of the pool, by name."""
         from ..schemas.node import NodeList
 
-        return (await self._ask("nodes", Empty(), NodeList)).nodes
+        return (await self._call_scheduler("nodes", Empty(), NodeList)).nodes
 
     async def machines(self) -> "MachineList":
-        """Return what came of asking a cluster for machines."""
+        """Return the state of the requests for machines of a cluster."""
         from ..schemas.machines import MachineList
 
-        return await self._ask("machines", Empty(), MachineList)
+        return await self._call_scheduler("machines", Empty(), MachineList)
 
     async def trainers(self) -> "list[TrainerOffer]":
-        """Return the base models that anybody may train on through the Tinker API."""
+        """Return the base models that users may train through the Tinker API."""
         from ..schemas.tinker.operation import TrainerOffers
 
-        return (await self._ask("trainers", Empty(), TrainerOffers)).offers
+        return (await self._call_scheduler("trainers", Empty(), TrainerOffers)).offers
 
     async def take_checkpoint(self, path: str) -> "ModelInfo":
-        """Let programs written for Tinker load `tinker://RUN@STEP`; return what that holds.
+        """Let programs written for Tinker load `tinker://RUN@STEP`; return its contents.
 
         Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
         """
         from ..schemas.tinker.checkpoints import TakeCheckpoint
         from ..schemas.tinker.operation import ModelInfo
 
-        return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
+        return await self._call_scheduler("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> "DamagedRecords":
         """Return the user's records that cannot be read; of the whole pool for admins."""
         from ..schemas.node import DamagedRecords
 
-        return await self._ask("damaged", Empty(), DamagedRecords)
+        return await self._call_scheduler("damaged", Empty(), DamagedRecords)
 
     async def trouble(self) -> str:
-        """Say what keeps the pool from going on, as its scheduler sees it; empty if nothing."""
+        """Return what blocks the pool, as its scheduler sees it; empty if nothing does."""
         from ..schemas.node import NodeList
 
-        return (await self._ask("nodes", Empty(), NodeList)).trouble
+        return (await self._call_scheduler("nodes", Empty(), NodeList)).trouble
 
     async def quota(self) -> "QuotaReply":
-        """Return what the user's jobs may hold, and do hold."""
+        """Return the quota of the user's jobs, and their usage."""
         from ..schemas.user import QuotaReply
 
-        return await self._ask("quota", Empty(), QuotaReply)
+        return await self._call_scheduler("quota", Empty(), QuotaReply)
 
     async def _change(self, method: str, request: Message) -> JobRecord:
-        return (await self._ask(method, request, JobReply)).record
+        return (await self._call_scheduler(method, request, JobReply)).record
 
-    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
-        """Ask the scheduler that leads, again while it is busy."""
+    async def _call_scheduler(self, method: str, request: Message, reply: type[R]) -> R:
+        """Call a method of the leading scheduler, again while it is busy."""
         patience = time.monotonic() + _TAKEOVER_S
         while True:
             try:
@@ -359,7 +359,7 @@ class SchedulerCalls:
                 await asyncio.sleep(error.retry_after_s)
 
 
-# What the owner of a job asks its learner for directly.
+# Requests of a job's owner to its learner.
 
 DEADLINE_S = 600.0
 _LIVE = frozenset({"RUNNING", "PAUSED"})
@@ -379,7 +379,7 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
     from ..schemas.control import ControlRequest  # `tinkermq ps` does without it
 
     request = ControlRequest(verb="checkpoint", reason="asked for")
-    reply = await _ask(broker, record, request, "checkpoint")
+    reply = await _control_learner(broker, record, request, "checkpoint")
     folder = reply.detail["folder"]
     if folder is None:
         raise errors.StorageError(
@@ -404,7 +404,7 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
         )
     _refuse_idle(record, "step to trace", "ask while a training job runs")
     request = ControlRequest(verb="profile", reason="asked for", steps=steps)
-    reply = await _ask(broker, record, request, "next steps")
+    reply = await _control_learner(broker, record, request, "next steps")
     return [str(file) for file in reply.detail["files"]]
 
 
@@ -412,9 +412,9 @@ _MEMORY_S = 10.0
 
 
 async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlReply]":
-    """Ask each actor of a job what its memory holds; those that do not answer are left out.
+    """Return the memory of each actor of a job; actors that do not answer are left out.
 
-    The detail of a reply has `memory`, as Linux counts it, and `parts`, what the actor knows of it.
+    A reply's detail has `memory`, as Linux counts it, and `parts`, as the actor itself counts it.
     Raises StateError for a job that does not run.
     """
     if record.state not in _LIVE:
@@ -440,16 +440,16 @@ async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlRe
 
     names = [actor.name for actor in record.actors]
     replies = await asyncio.gather(*(ask(name) for name in names))
-    return {name: one for name, one in zip(names, replies, strict=True) if one is not None}
+    return {name: reply for name, reply in zip(names, replies, strict=True) if reply is not None}
 
 
-def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
+def _refuse_idle(record: JobRecord, result: str, hint: str) -> None:
     if not record.trains or record.state not in _LIVE:
         what = f"is {record.state}" if record.trains else "trains nothing"
-        raise errors.StateError(f"job {record.name} {what}, so there is no {wanted}", hint=hint)
+        raise errors.StateError(f"job {record.name} {what}, so there is no {result}", hint=hint)
 
 
-async def _ask(
+async def _control_learner(
     broker: Broker, record: JobRecord, request: "ControlRequest", what: str
 ) -> "ControlReply":
     from ..schemas.control import ControlReply
@@ -464,15 +464,15 @@ async def _ask(
     )
 
 
-# What may be asked of the auth service about users, on behalf of the connection's user.
+# Requests about users to the auth service, on behalf of the connection's user.
 
 USERS_TIMEOUT_S = 20.0
 _BACK_S = 6.0
-"""For how long an auth service may be away that a pool with users has."""
+"""How long the auth service of a pool with users may be away."""
 
 
 async def ask_users(broker: Broker, method: str, request: Message, reply: type[R]) -> R:
-    """Ask on `rpc.<user>.users.<method>`; every request may be sent again, and is.
+    """Send a request on `rpc.<user>.users.<method>`, again until it is answered.
 
     Raises AuthError where only admins may, BrokerError at a pool without users.
     """

@@ -1,7 +1,7 @@
 """Metrics, events and log lines, from the actors of a job to its followers.
 
-They are stored in two bounded streams whose oldest entries go first, so that a client that comes
-late, or comes back, sees what happened without it.
+They are stored in two bounded streams that drop their oldest entries, so a client that connects
+late, or again, sees what happened before.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def publish_metric(broker: Broker, scope: JobScope, metric: Metric) -> Non
 async def publish_event(
     broker: Broker, scope: JobScope, event: Event, *, message_id: str = ""
 ) -> None:
-    """Store something that happened to the job; of two with the same `message_id` only the first.
+    """Store an event of the job; of two with the same `message_id` only the first.
 
     The server remembers ids for some minutes, and they stay in the messages' headers.
     """
@@ -56,7 +56,7 @@ async def publish_event(
 
 
 async def publish_trace(broker: Broker, scope: JobScope, trace: StepTrace) -> None:
-    """Send where the time of a step went, without waiting: training does not depend on it."""
+    """Send the trace of a step, without waiting: training does not depend on it."""
     await broker.publish(scope.trace, trace.to_bytes())
 
 
@@ -201,7 +201,7 @@ async def follow(
 
 
 async def _until_read(readers: list[StreamReader], stop: asyncio.Event) -> None:
-    """Wait for a stop, and until all that is stored then has been handed on."""
+    """Wait for a stop, and until all that is stored by then has been yielded."""
     await stop.wait()
     for reader in readers:
         await reader.catch_up()
@@ -229,7 +229,7 @@ async def _next(
 async def _pump(
     reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]", is_whole: bool
 ) -> None:
-    """Hand on what a reader reads; if that is its whole stream, what is missing is an event."""
+    """Queue the messages of a reader; of a whole stream, an event reports missing ones."""
     expected = reader.next_seq
     async with aclosing(reader.messages()) as messages:
         async for stored in messages:
@@ -251,12 +251,12 @@ def _readers(
 ) -> list[tuple[StreamReader, bool]]:
     """Return readers, and whether each reads the whole of its stream."""
     first = 1 if from_start else None
-    wanted = {"metric": scope.metric, "event": scope.event}
-    subjects = [subject for kind, subject in wanted.items() if kind in kinds]
+    by_kind = {"metric": scope.metric, "event": scope.event}
+    subjects = [subject for kind, subject in by_kind.items() if kind in kinds]
     readers: list[tuple[StreamReader, bool]] = []
     if subjects:
         feed = StreamReader(broker, scope.stream_feed, subjects, from_seq=first)
-        readers.append((feed, len(subjects) == len(wanted)))
+        readers.append((feed, len(subjects) == len(by_kind)))
     if "log" in kinds:
         log = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
         readers.append((log, True))
@@ -288,7 +288,7 @@ def parse_message(stored: StoredMessage, model: type[M]) -> M | None:
 
 
 class ValidationScore(NamedTuple):
-    """What is compared of a version's validation."""
+    """The score of a version's validation."""
 
     mean: float
     """Mean return of the episodes that ended."""
@@ -340,7 +340,7 @@ def best_of(scores: Mapping[int, ValidationScore], versions: Iterable[int]) -> i
     return max(scored, key=lambda version: (bound(version), -version), default=None)
 
 
-# The newest metrics, without reading the whole history.
+# The newest metrics, without reading all of them.
 
 RECENT_ENTRIES = 40
 

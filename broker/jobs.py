@@ -36,11 +36,11 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 Wrote = Callable[[Entry[JobRecord]], None]
-"""Is handed each record that a store has written, or found as it was to be written."""
+"""Called with each record that a store has written, or found already written."""
 
 
 def _forget(_: Entry[JobRecord]) -> None:
-    """Keep no view of what was written."""
+    """Do nothing with a written record."""
 
 
 class JobStore:
@@ -60,7 +60,7 @@ class JobStore:
         return None if entry is None else entry.value.job
 
     async def job_of_request(self, user: str, request_id: str, job: str) -> str:
-        """Return the id of the job that a submission makes: `job` for a new one, else the first's.
+        """Return the id of a submission's job: `job` for a new submission, else the first one's.
 
         Two submissions with the same id may race: the first key written wins for both.
         """
@@ -110,7 +110,7 @@ class JobStore:
         if record is not None:
             return record
         for listed in (self.list_jobs, self.list_archived):
-            match = next((one for one in await listed(user) if one.name == name), None)
+            match = next((record for record in await listed(user) if record.name == name), None)
             if match is not None:
                 return match
         return None
@@ -194,8 +194,10 @@ class JobStore:
         def changed(current: JobRecord | None) -> JobRecord:
             if current is None:
                 raise NotFoundError(f"the record of job {key} was deleted", hint="submit it again")
-            wanted = change(current)
-            return current if wanted == current else metered(current, wanted, time.time())
+            changed_record = change(current)
+            if changed_record == current:
+                return current
+            return metered(current, changed_record, time.time())
 
         entry = await self._jobs.change(key, changed)
         self._wrote(entry)
@@ -221,7 +223,7 @@ class JobStore:
         return away
 
     async def take_back(self, record: JobRecord, removal: Removal) -> JobRecord:
-        """Move the record of an archived job back, with what is to be done to it.
+        """Move the record of an archived job back, with the request for it.
 
         Harmless when it is there already.
         """

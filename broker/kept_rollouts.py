@@ -35,7 +35,7 @@ class KeptAt:
     """A group in the folder of a run."""
 
     seq: int
-    """Where it stood in the log."""
+    """Its sequence in the log."""
     step: int | None
     """The step that trained it."""
     task: int
@@ -45,7 +45,7 @@ class KeptAt:
     """Relative to the folder of the run."""
 
     def message(self) -> StoredMessage | None:
-        """Return it as it stood in the log; None when it is gone, or no such file."""
+        """Return its entry of the log; None if the file is gone or invalid."""
         try:
             with Folder(self.run_dir) as folder:
                 payload = folder.read(self.name, _LARGEST_BYTES)
@@ -71,7 +71,7 @@ def kept_rollouts(run_dir: str | Path) -> list[KeptAt]:
             files.append(
                 KeptAt(seq, step or None, task, entry.num_bytes, Path(run_dir), entry.path)
             )
-    return sorted(files, key=lambda one: one.seq)
+    return sorted(files, key=lambda entry: entry.seq)
 
 
 def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int | None) -> None:
@@ -84,20 +84,20 @@ def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int |
 
 
 def thin_out(run_dir: Path, most_bytes: int) -> None:
-    """Remove groups until `most_bytes` are not passed: every other one of the older half first."""
-    kept: list[KeptAt] = kept_rollouts(run_dir)
-    while kept and sum(one.num_bytes for one in kept) > most_bytes:
-        older: list[KeptAt] = kept[: max(1, len(kept) // 2)]
+    """Remove groups down to `most_bytes`: every other one of the older half first."""
+    entries = kept_rollouts(run_dir)
+    while entries and sum(entry.num_bytes for entry in entries) > most_bytes:
+        older = entries[: max(1, len(entries) // 2)]
         removed = older[::2]
         with Folder(run_dir) as folder:
-            for one in removed:
-                folder.unlink(one.name)
-        gone = {one.seq for one in removed}
-        kept = [one for one in kept if one.seq not in gone]
+            for entry in removed:
+                folder.unlink(entry.name)
+        removed_seqs = {entry.seq for entry in removed}
+        entries = [entry for entry in entries if entry.seq not in removed_seqs]
 
 
 def spread(behind: int, last: int, most: int) -> list[int]:
-    """Return at most so many numbers over `behind` up to `last`, evenly spread, it among them."""
+    """Return at most `most` evenly spread numbers above `behind`, up to and including `last`."""
     every = max(1, -(-(last - behind) // most))
     return sorted(range(last, behind, -every))
 
@@ -110,7 +110,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class RolloutKeeper:
-    """Keeps rollouts of one run in its folder, for people: what it cannot keep it does without."""
+    """Keeps rollouts of one run in its folder, for people; failures are logged only."""
 
     def __init__(self, broker: Broker, scope: JobScope, run_dir: Path, most_bytes: int) -> None:
         """Keep at most `most_bytes`; 0: nothing."""
@@ -146,7 +146,7 @@ class RolloutKeeper:
 
     async def _keep(self, seqs: Sequence[int], steps: Mapping[int, int], most_bytes: int) -> None:
         """Put entries into the folder, the first ones first, until they have so many bytes."""
-        there = {one.seq for one in await asyncio.to_thread(kept_rollouts, self._run_dir)}
+        there = {entry.seq for entry in await asyncio.to_thread(kept_rollouts, self._run_dir)}
         for at in range(0, len(seqs), _AT_ONCE):
             missing = (seq for seq in seqs[at : at + _AT_ONCE] if seq not in there)
             for entry in await asyncio.gather(*map(self._log.get, missing)):
@@ -177,26 +177,29 @@ def _one_of(record: BatchRecord) -> int:
 class RunRollouts:
     """Entries of a run's log by sequence, also of one that was trimmed, archived or lost."""
 
-    def __init__(self, log: RolloutLog | None, first: int, last: int, kept: list[KeptAt]) -> None:
-        """The log holds `first` to `last`; of `kept` counts what lies outside of it."""
+    def __init__(
+        self, log: RolloutLog | None, first: int, last: int, in_folder: list[KeptAt]
+    ) -> None:
+        """The log holds `first` to `last`; entries `in_folder` within them are not used."""
         self._log = log
         self.first, self.last = first, last
-        self._kept = {one.seq: one for one in kept if not first <= one.seq <= last}
+        outside = [entry for entry in in_folder if not first <= entry.seq <= last]
+        self._in_folder = {entry.seq: entry for entry in outside}
         inside = range(first, last + 1)
-        before = sorted(seq for seq in self._kept if seq < first)
-        behind = sorted(seq for seq in self._kept if seq > last)
+        before = sorted(seq for seq in self._in_folder if seq < first)
+        behind = sorted(seq for seq in self._in_folder if seq > last)
         self._parts: tuple[Sequence[int], ...] = (before, inside, behind)
 
     @classmethod
     async def open(cls, broker: Broker, scope: JobScope, run_dir: str) -> "RunRollouts":
-        """Look what there is; a job whose streams were removed has what its folder holds."""
-        kept = await asyncio.to_thread(kept_rollouts, run_dir)
+        """Open the entries of a run; if its streams were removed, those of its folder."""
+        in_folder = await asyncio.to_thread(kept_rollouts, run_dir)
         log = RolloutLog(broker, scope)
         try:
             first, last = await log.first_seq(), await log.last_seq()
         except NotFoundError:
-            return cls(None, 1, 0, kept)
-        return cls(log, first, last, kept)
+            return cls(None, 1, 0, in_folder)
+        return cls(log, first, last, in_folder)
 
     @classmethod
     def of_folder(cls, run_dir: str | Path) -> "RunRollouts":
@@ -204,7 +207,7 @@ class RunRollouts:
         return cls(None, 1, 0, kept_rollouts(run_dir))
 
     def __len__(self) -> int:
-        """Return how many entries there are, those included that the log lost meanwhile."""
+        """Return the number of entries, including those that the log lost meanwhile."""
         return sum(len(part) for part in self._parts)
 
     def before(self, seq: int | None, most: int) -> list[int]:
@@ -228,11 +231,11 @@ class RunRollouts:
     @property
     def steps(self) -> dict[int, int]:
         """The step that trained each entry of the folder; the batch log has the others."""
-        return {seq: one.step for seq, one in self._kept.items() if one.step is not None}
+        return {seq: entry.step for seq, entry in self._in_folder.items() if entry.step is not None}
 
     async def get(self, seq: int) -> LogEntry | None:
         """Return an entry, or None if it is not there (any more)."""
-        if (kept := self._kept.get(seq)) is not None:
-            message = await asyncio.to_thread(kept.message)
+        if (entry := self._in_folder.get(seq)) is not None:
+            message = await asyncio.to_thread(entry.message)
             return None if message is None else read_entry(message)
         return None if self._log is None else await self._log.get(seq)

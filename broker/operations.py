@@ -192,7 +192,7 @@ class OperationLog:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An entry under an operation's subject that is no operation of tinkermq's."""
+    """An entry under an operation's subject that is not an operation of tinkermq's."""
 
     user: str
     name: OperationName | None

@@ -131,9 +131,9 @@ class SegmentWriter:
             waiting_for=self._waiting_for,
         )
 
-    def _check_own(self, found: StoredMessage) -> None:
+    def _check_own(self, segment: StoredMessage) -> None:
         """Raise Fenced for another generator's segment."""
-        by = next(iter(_parsed([found])), None)
+        by = next(iter(_parsed([segment])), None)
         if by is None or by.writer != self.writer:
             whom = f"{by.writer} (delivery {by.delivery})" if by else "another generator"
             raise Fenced(

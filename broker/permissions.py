@@ -481,7 +481,7 @@ def service_permissions(name: str) -> Permissions:
                 beats,
                 _TOOLS_INBOX,
                 rpc("gateway", "*", "fetch"),  # of trainers, with tickets that these have signed
-                *_readable(*(f"KV_{one}" for one in (*SHARED, BUCKET_NODES))),
+                *_readable(*(f"KV_{bucket}" for bucket in (*SHARED, BUCKET_NODES))),
             ),
             (*own, f"{tinker_inbox('gateway')}.>", f"{PREFIX}.job.*.*.metric"),
         ),

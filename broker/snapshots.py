@@ -50,8 +50,8 @@ class Saved:
 async def save_all(broker: Broker, folder: Path) -> list[Saved]:
     """Write all streams of the pool to a folder, which must be new or empty.
 
-    The manifest is written last: a folder without it is no back-up. Raises StateError for a folder
-    that is in use, StorageError, BrokerError.
+    The manifest is written last: a folder without it is not a backup. Raises StateError for a
+    folder that is in use, StorageError, BrokerError.
     """
     try:
         _begin(folder)
@@ -59,7 +59,7 @@ async def save_all(broker: Broker, folder: Path) -> list[Saved]:
         for name in await _stream_names(broker):
             with contextlib.suppress(NotFoundError):  # its job was deleted or archived meanwhile
                 saved.append(await _save(broker, name, folder))
-        manifest = {"format": 1, "time": time.time(), "streams": [one.name for one in saved]}
+        manifest = {"format": 1, "time": time.time(), "streams": [stream.name for stream in saved]}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -147,7 +147,7 @@ def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
         raise _unusable(folder, error) from error
 
 
-async def _ask(broker: Broker, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+async def _request(broker: Broker, verb: str, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return await broker.api(verb, request)
     except TimeoutError:
@@ -163,7 +163,7 @@ def _begin(folder: Path) -> None:
 async def _streams(broker: Broker) -> list[dict[str, Any]]:
     streams: list[dict[str, Any]] = []
     while True:
-        answer = await _ask(broker, "STREAM.LIST", {"offset": len(streams)})
+        answer = await _request(broker, "STREAM.LIST", {"offset": len(streams)})
         page = cast("list[dict[str, Any]]", answer.get("streams") or [])
         streams += page
         if not page or len(streams) >= int(answer["total"]):
@@ -203,7 +203,7 @@ async def _save_once(broker: Broker, name: str, folder: Path, *, consumers: bool
     try:
         request = {"deliver_subject": await inbox.only_subject(), "chunk_size": CHUNK_BYTES}
         request["no_consumers"] = not consumers
-        answer = await _ask(broker, f"STREAM.SNAPSHOT.{name}", request)
+        answer = await _request(broker, f"STREAM.SNAPSHOT.{name}", request)
         with (folder / f"{name}.snapshot").open("wb") as file:
             while (chunk := await _next(inbox, name)).data != _END:
                 await asyncio.to_thread(file.write, chunk.data)
@@ -230,7 +230,7 @@ async def _restore(
     configured = {**(config or stream["config"]), "num_replicas": num_replicas()}
     request = {"config": configured, "state": stream["state"]}
     with _opened(folder, f"{name}.snapshot") as file:
-        place = (await _ask(broker, f"STREAM.RESTORE.{name}", request))["deliver_subject"]
+        place = (await _request(broker, f"STREAM.RESTORE.{name}", request))["deliver_subject"]
         for chunk in _chunks_of(file):
             try:
                 reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)

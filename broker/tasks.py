@@ -64,7 +64,7 @@ class Lease:
 
     async def keep(self) -> None:
         """Renew the lease; call it every third of `ack_wait_s`."""
-        await self._say(b"+WPI")
+        await self._answer_server(b"+WPI")
 
     async def done(self) -> None:
         """Take the task off the queue; call it after its group is confirmed in the log.
@@ -79,10 +79,10 @@ class Lease:
 
     async def give_back(self, delay_s: float = 0.0) -> None:
         """Give the task back for others, after `delay_s`."""
-        await self._say(b'-NAK {"delay": %d}' % int(delay_s * streams.NS))
+        await self._answer_server(b'-NAK {"delay": %d}' % int(delay_s * streams.NS))
 
-    async def _say(self, what: bytes) -> None:
-        await self._broker.publish(self._message.reply, what)
+    async def _answer_server(self, answer: bytes) -> None:
+        await self._broker.publish(self._message.reply, answer)
 
 
 class TaskQueue:

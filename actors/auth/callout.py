@@ -38,19 +38,19 @@ from .connections import JobConnection, UserConnections
 
 
 class Admission(NamedTuple):
-    """Whom to let in."""
+    """A client that is admitted."""
 
     name: str
     permissions: Permissions
     expires: float | None = None
-    """When the server shall close the connection."""
+    """When the server closes the connection."""
 
 
 class Authenticator:
     """Checks API keys, job keys and invitations."""
 
     def __init__(self, users: UserStore, jobs: JobStore, job_secret: bytes) -> None:
-        """Look users and jobs up in their stores, at each log-in anew."""
+        """Read users and jobs from their stores at each log-in."""
         self._users = users
         self._jobs = jobs
         self._job_secret = job_secret
@@ -78,7 +78,7 @@ class Authenticator:
         return Admission(user, table(user), record.expires)
 
     async def _process(self, key: str) -> Admission:
-        """Let an actor in for as long as this attempt of its job has it."""
+        """Admit an actor while this attempt of its job has it."""
         identity = keys.check_job_key(key, self._job_secret)
         if identity is None:
             raise AuthError("no job key of this pool")
@@ -118,7 +118,7 @@ class Authenticator:
 
 
 def check_record(record: UserRecord | None, key: str) -> None:
-    """Raise AuthError unless `key` is the key of the user, and lets him in now."""
+    """Raise AuthError unless `key` is the valid key of the user."""
     if record is None or not keys.is_same(record.key_hash, keys.key_hash(key)):
         raise AuthError("an unknown key")
     if record.revoked is not None:
@@ -128,7 +128,7 @@ def check_record(record: UserRecord | None, key: str) -> None:
 
 
 def check_invitation(invitation: Invitation, code: str) -> None:
-    """Raise AuthError unless `code` is that of the invitation, with uses left."""
+    """Raise AuthError unless `code` is that of the invitation and it has uses left."""
     if not keys.is_same(invitation.code_hash, keys.key_hash(code)):
         raise AuthError("no invitation", hint="ask an admin for one")
     if invitation.uses_left < 1 or invitation.expires < time.time():
@@ -140,7 +140,7 @@ def check_invitation(invitation: Invitation, code: str) -> None:
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
-"""The server counts none of them for who is let in here (`connections.py` does)."""
+"""The server counts none of them for admitted clients (`connections.py` does)."""
 
 
 class LoginRequest(NamedTuple):
@@ -149,13 +149,13 @@ class LoginRequest(NamedTuple):
     server: str
     """Id of the server."""
     nkey: str
-    """The key under which the server files this connection."""
+    """The key by which the server identifies this connection."""
     user: str
     password: str
     address: str
     """Host it comes from."""
     client: str
-    """Name that the client gave itself."""
+    """Name that the client states."""
 
 
 def read_request(token: bytes) -> LoginRequest:
@@ -176,17 +176,17 @@ def read_request(token: bytes) -> LoginRequest:
 
 
 class ClaimIssuer:
-    """Signs answers in the name of the pool's accounts."""
+    """Signs answers with the key of the pool's accounts."""
 
     def __init__(self, seed: str) -> None:
-        """`seed` is that of the account key which the server's configuration names."""
+        """`seed` is that of the account key in the server's configuration."""
         self._pair = nkeys.from_seed(bytearray(seed.encode()))
         self._public = self._pair.public_key.decode()
 
     def admit(
         self, request: LoginRequest, name: str, permissions: Permissions, expires: float | None
     ) -> bytes:
-        """Return the answer that lets a connection in, until `expires`."""
+        """Return the answer that admits a connection, until `expires`."""
         claims: dict[str, Any] = {
             "sub": request.nkey,
             "aud": ACCOUNT,
@@ -199,11 +199,11 @@ class ClaimIssuer:
             },
         }
         if expires is not None:
-            claims["exp"] = math.ceil(expires)  # whoever is closed then is not let in again
+            claims["exp"] = math.ceil(expires)  # a client that is closed then is not admitted again
         return self._answer(request, jwt=self._signed(claims))
 
     def refuse(self, request: LoginRequest, why: str) -> bytes:
-        """Return the answer that keeps a connection out; the server logs `why`."""
+        """Return the answer that refuses a connection; the server logs `why`."""
         return self._answer(request, error=why)
 
     def _answer(self, request: LoginRequest, **nats: str) -> bytes:
@@ -226,7 +226,7 @@ class ClaimIssuer:
 
 
 def _text(value: object) -> str:
-    """Return what a client says of himself as printable text; it may be anything."""
+    """Return a field that a client states as printable text; it may be anything."""
     text = value if isinstance(value, str) else ""
     return "".join(char if char.isprintable() else "?" for char in text)
 
@@ -242,19 +242,19 @@ def _unpacked(data: bytes) -> bytes:
 # -- queues of log-ins -----------------------------------------------------------------------------
 
 LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
-"""Of one user: in the long run, and after a time without any."""
+"""Log-ins of one user: per second in the long run, and in a burst."""
 PROCESS_CONNECTIONS = 8
-"""For each actor that a job may have, under the name of the job."""
+"""Connections of processes, for each actor that a job may have."""
 PROGRAM_CONNECTIONS = 16
-"""With the key of one episode: one for each gateway that it is used at."""
+"""Connections with the key of one episode: one for each gateway that uses it."""
 USER_PROGRAMS = 4096
-"""With keys of episodes of one user."""
+"""Connections with keys of episodes of one user."""
 PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE = 100.0, 2000
-"""With keys of episodes of one user: a job starts many at once."""
+"""Log-ins with keys of episodes of one user: a job starts many at once."""
 _RUNNING = 16
 _REFUSALS_S = 50.0
 _TURNED_AWAY = "turned away"
-"""The line of all who are refused before they are looked up: the audit may be slow."""
+"""The queue of clients that are refused without reading records: the audit may be slow."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -270,7 +270,7 @@ class Logins:
         user: Callable[[str], UserRecord | None],
         job_secret: bytes,
     ) -> None:
-        """Let `authenticator` decide; `user` returns records of users from memory."""
+        """`authenticator` decides; `user` returns records of users from memory."""
         self._authenticator = authenticator
         self._issuer = issuer
         self._audit = audit
@@ -284,7 +284,7 @@ class Logins:
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
     def handle_login(self, message: Msg) -> None:
-        """Begin to answer one log-in, or refuse a client with too many."""
+        """Begin to answer a log-in, or refuse a client with too many."""
         try:
             request = read_request(message.data)
         except MessageError as error:
@@ -299,11 +299,11 @@ class Logins:
             self._queue.submit(_TURNED_AWAY, lambda: self._refuse(message, request, who, why))
 
     async def settle(self, deadline_s: float) -> None:
-        """Give what runs some time to end."""
+        """Give running answers some time to end."""
         await self._queue.settle(deadline_s)
 
     def _line(self, request: LoginRequest) -> str:
-        """Return the queue of a log-in, which depends on nothing that the client claims."""
+        """Return the queue of a log-in; it does not depend on what the client claims."""
         if request.user == "job":
             identity = keys.check_job_key(request.password, self._job_secret)
             if identity is not None:
@@ -317,7 +317,7 @@ class Logins:
         return f"address {request.address}"
 
     def _excess(self, line: str, request: LoginRequest) -> str:
-        """Say why one more log-in is too much; empty if it is not."""
+        """Return why a further log-in is refused; empty if it is not."""
         kind, _, name = line.partition(" ")
         if kind == "user":
             left_s = self._connections.shut_out_s(name)
@@ -343,7 +343,7 @@ class Logins:
         return ""
 
     def _too_many(self, name: str) -> str:
-        """Say that a user or program has all the connections there may be; empty if not."""
+        """Return why a user or program may not connect once more; empty if it may."""
         quota, has = self._connections.quota_of(name), self._connections.num_of(name)
         process = JobConnection.read(name)
         if process is not None and process.episode and has >= PROGRAM_CONNECTIONS:
@@ -360,11 +360,11 @@ class Logins:
     async def _answer(self, message: Msg, request: LoginRequest) -> None:
         try:
             admission = await self._authenticator.admit(request.user, request.password)
-            if why := self._too_many(admission.name):  # others came in while this one waited
+            if why := self._too_many(admission.name):  # others connected while this one waited
                 raise AuthError(why)
         except AuthError as error:
             await self._refuse(message, request, request.user, error.message)
-        except TinkermqError as error:  # not known: the client asks again
+        except TinkermqError as error:  # not known: the client tries again
             _log.error("login_undecided", user=request.user, error=error.message)
             await message.respond(self._issuer.refuse(request, "the users cannot be read now"))
         else:

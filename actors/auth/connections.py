@@ -30,7 +30,7 @@ from ...schemas.wire.errors import BrokerError, DeadlineError
 # -- listing and closing, through the server's system account --------------------------------------
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
-"""For the first server to answer, which may have much to do, and for each further one then."""
+"""Deadlines of the first server's answer, which may be busy, and of each further one."""
 _KICK_S = 2.0
 _PAGE = 1024
 _MAX_ROUNDS = 20
@@ -58,7 +58,7 @@ class Connection(NamedTuple):
 async def disconnect_user(system: Client, user: str) -> int:
     """Close all connections of a user, at every server of the cluster; return how many.
 
-    A user who was shut out before cannot come back.
+    A user that was shut out before cannot connect again.
     """
     closed = 0
     for _ in range(_MAX_ROUNDS):
@@ -73,10 +73,10 @@ async def disconnect_user(system: Client, user: str) -> int:
     return closed
 
 
-async def close_connection(system: Client, one: Connection) -> None:
+async def close_connection(system: Client, connection: Connection) -> None:
     """Close one connection."""
-    payload = json.dumps({"cid": one.number}).encode()
-    await system.request(f"$SYS.REQ.SERVER.{one.server}.KICK", payload, timeout=_KICK_S)
+    payload = json.dumps({"cid": connection.number}).encode()
+    await system.request(f"$SYS.REQ.SERVER.{connection.server}.KICK", payload, timeout=_KICK_S)
 
 
 async def list_connected_users(system: Client) -> set[str]:
@@ -101,17 +101,17 @@ async def _request_page(system: Client, query: dict[str, Any]) -> list[Connectio
     answers: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = system.new_inbox()
     subscription = await cast("Any", system).subscribe(inbox, cb=answers.put)
-    loop, found, heard = asyncio.get_running_loop(), list[Connection](), False
+    loop, connections, has_answer = asyncio.get_running_loop(), list[Connection](), False
     try:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
         async with asyncio.timeout(_FIRST_S) as waiting:
             while True:  # one answer from each server
-                found += _parse_page(await answers.get())
-                heard = True
+                connections += _parse_page(await answers.get())
+                has_answer = True
                 waiting.reschedule(loop.time() + _SCATTER_S)
     except TimeoutError as error:
-        if heard:
-            return found
+        if has_answer:
+            return connections
         raise DeadlineError(
             f"no server listed its connections within {_FIRST_S:g} s", hint="it may be overloaded"
         ) from error
@@ -137,32 +137,32 @@ def _parse_page(answer: Msg) -> list[Connection]:
     ]
 
 
-# Closes connections that processes of an ended job leave open. A node ends its processes unless it
-# is cut off, and an open connection outlives its key. The time counts from when a job was first
-# seen to be over, by this process's clock, so several auth services may do it.
+# A node ends the processes of a job unless it is cut off, and an open connection outlives its key.
+# So connections of ended jobs are closed. The time counts from when this process first saw that a
+# job had ended, by its own clock, so several auth services may do it.
 
 EVERY_S = 10.0
 GRACE_S = 30.0
-"""Longer than a node lets actors drain."""
+"""Longer than a node waits for actors that drain."""
 
 
 class JobConnection(NamedTuple):
-    """Whom the connection of a job's process, or of one of its programs, is named after."""
+    """The job and actor or episode that the name of a connection stands for."""
 
     user: str
     job: str
     attempt: int
     episode: str = ""
-    """Of a program: its episode; empty for the job's own processes."""
+    """Episode of a program; empty for the job's own processes."""
 
     @classmethod
     def of(cls, identity: JobIdentity) -> "JobConnection":
-        """Return it for a client admitted with a job key."""
+        """Return that of a client with a job key."""
         return cls(identity.user, identity.job, identity.attempt)
 
     @classmethod
     def read(cls, name: str) -> "JobConnection | None":
-        """Return it from the name, or None for that of a user or a service."""
+        """Parse the name of a connection; None for that of a user or a service."""
         parts = name.split(".")
         if len(parts) not in (3, 4) or not parts[2].isdecimal():
             return None
@@ -176,7 +176,7 @@ class JobConnection(NamedTuple):
 
 
 class JobEnds:
-    """Looks for connections whose job has ended, again and again."""
+    """Closes connections of jobs that have ended."""
 
     def __init__(
         self, system: Client, jobs: JobStore, *, every_s: float = EVERY_S, grace_s: float = GRACE_S
@@ -189,15 +189,15 @@ class JobEnds:
         self._grace_s = grace_s
 
     async def run(self) -> None:
-        """Look every few seconds, for ever."""
+        """Check every few seconds, for ever."""
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                await self._look()
-            except (BrokerError, DeadlineError, NatsError) as error:  # the next look does it
+                await self._inspect()
+            except (BrokerError, DeadlineError, NatsError) as error:  # the next check does it
                 _log.warning("connections_not_seen", error=str(error))
 
-    async def _look(self) -> None:
+    async def _inspect(self) -> None:
         known, self._over_since = self._over_since, {}
         seen: dict[tuple[str, str, int], bool] = {}  # a job may have many programs
         for name in sorted(await list_connected_users(self._system)):
@@ -213,7 +213,7 @@ class JobEnds:
                     await disconnect_user(self._system, name)
 
     async def _is_over(self, connection: JobConnection) -> bool:
-        """Whether that attempt of the job has ended."""
+        """Return whether that attempt of the job has ended."""
         record = await self._jobs.find_by_id(connection.user, connection.job)
         return record is None or record.attempt != connection.attempt or is_final(record)
 
@@ -221,23 +221,23 @@ class JobEnds:
 LOOK_S = 2.0
 SHUT_OUT_S = 30.0
 PROCESS_MESSAGES_S = 50_000
-"""Messages a second of one process of a job, beyond which it is a flood."""
+"""Messages per second of one process of a job; more are a flood."""
 JOB_SUBSCRIPTIONS = 65_536
-"""Of all processes of a job together; each takes a kilobyte of the server's memory."""
+"""Subscriptions of all processes of a job; each takes a kilobyte of the server's memory."""
 PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
-"""Messages and bytes a second of one connection with the key of an episode."""
+"""Messages and bytes per second of a connection with the key of an episode."""
 PROGRAM_SUBSCRIPTIONS = 512
-"""Of one such connection: one for each call that waits."""
+"""Subscriptions of such a connection: one for each call that waits."""
 OF_INVITATION = Quota(
     max_connections=32, max_subscriptions=256, max_messages_s=200, max_bytes_s=1 << 20
 )
-"""Of those who have the same invitation, together."""
+"""Name of all connections with the same invitation."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
 
 
 class UserConnections:
-    """The connections of users and processes at all servers, by the name they were let in with."""
+    """The connections of users and processes at all servers, by the names of their log-ins."""
 
     def __init__(
         self,
@@ -256,24 +256,24 @@ class UserConnections:
         self._count: dict[str, int] = defaultdict(int)
         self._expected: dict[str, list[float]] = {}
         self._seen: dict[_Key, Connection] = {}
-        self._looked = time.monotonic()
+        self._inspected_at = time.monotonic()
         self._over: set[str] = set()
         self._shut_out: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Hear of what is opened and closed, and count what is open."""
+        """Subscribe to reports of opened and closed connections, and count those that are open."""
         subject = f"$SYS.ACCOUNT.{ACCOUNT}."
         subscribe = cast("Any", self._system).subscribe
         await subscribe(f"{subject}CONNECT", cb=self._opened)
         await subscribe(f"{subject}DISCONNECT", cb=self._closed)
-        await self._try_look()
+        await self._try_to_inspect()
 
     def quota_of(self, name: str) -> Quota | None:
-        """Return what the connections under a name may do together; None for no bound."""
+        """Return the quota of the connections under a name; None for none."""
         return OF_INVITATION if name.startswith(f"{INVITED}.") else self._quota(name)
 
     def num_of(self, name: str) -> int:
-        """Return the connections under a name, those that were just let in included."""
+        """Return the connections under a name, including those that were just admitted."""
         now = time.monotonic()
         expected = [item for item in self._expected.get(name, ()) if now - item < _EXPECTED_S]
         if expected:
@@ -300,15 +300,20 @@ class UserConnections:
         return max(left, 0.0)
 
     async def run(self) -> None:
-        """Look through them every few seconds, for ever."""
+        """Check all connections every few seconds, for ever."""
         while True:
             await asyncio.sleep(self._look_s)
-            await self._try_look()
+            await self._try_to_inspect()
 
-    async def _try_look(self) -> None:
+    async def _try_to_inspect(self) -> None:
         try:
-            await self._look()
-        except (BrokerError, DeadlineError, NatsError, ValueError) as error:  # the next does it
+            await self._inspect()
+        except (
+            BrokerError,
+            DeadlineError,
+            NatsError,
+            ValueError,
+        ) as error:  # the next check does it
             _log.warning("connections_not_seen", error=str(error))
 
     async def _opened(self, message: Msg) -> None:
@@ -330,10 +335,10 @@ class UserConnections:
         if self._count[name] <= 0:
             del self._count[name]
 
-    async def _look(self) -> None:
+    async def _inspect(self) -> None:
         reply = await list_connections(self._system)
         now = time.monotonic()
-        passed_s, self._looked = max(now - self._looked, 0.001), now
+        passed_s, self._inspected_at = max(now - self._inspected_at, 0.001), now
         self._open = {element.key: element.user for element in reply}
         self._count = defaultdict(int)
         for item in reply:
@@ -352,20 +357,21 @@ class UserConnections:
                     over.add(name)
                     await self._end(name, why)
             elif (process := JobConnection.read(name)) is not None:
-                for one in mine:
-                    if why := _excess_of(process, rates[one.key], one, mine):
-                        await self._end_process(one, why)
+                for connection in mine:
+                    why = _excess_of(process, rates[connection.key], connection, mine)
+                    if why:
+                        await self._end_process(connection, why)
         self._over = over
 
-    def _rate(self, one: Connection, passed_s: float) -> "_Rate":
-        """Return what was sent a second since the last look; a new connection has only begun."""
-        before = self._seen.get(one.key)
-        messages = one.messages - (before.messages if before else 0)
-        num_bytes = one.num_bytes - (before.num_bytes if before else 0)
+    def _rate(self, connection: Connection, passed_s: float) -> "_Rate":
+        """Return what was sent per second since the last check; all of it for a new connection."""
+        before = self._seen.get(connection.key)
+        messages = connection.messages - (before.messages if before else 0)
+        num_bytes = connection.num_bytes - (before.num_bytes if before else 0)
         return _Rate(messages / passed_s, num_bytes / passed_s)
 
     async def _end(self, name: str, why: str) -> None:
-        """Close a user's connections, at the second look in a row that finds him over."""
+        """Close a user's connections, at the second check in a row that finds an excess."""
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
@@ -374,9 +380,9 @@ class UserConnections:
             audited, disconnect_user(self._system, name)
         )  # before log-ins use up the bound
 
-    async def _end_process(self, one: Connection, why: str) -> None:
-        await close_connection(self._system, one)
-        await self._audit.refused(one.user, "flood", why)
+    async def _end_process(self, connection: Connection, why: str) -> None:
+        await close_connection(self._system, connection)
+        await self._audit.refused(connection.user, "flood", why)
 
 
 class _Rate(NamedTuple):
@@ -387,7 +393,7 @@ class _Rate(NamedTuple):
 
 
 def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
-    """Say what a user has too much of; empty if nothing."""
+    """Return which quota a user exceeds; empty if none."""
     messages = sum(rate.messages for rate in rates)
     if quota.max_messages_s is not None and messages > quota.max_messages_s:
         return f"{messages:,.0f} messages a second, the quota is {quota.max_messages_s:,}"
@@ -401,19 +407,18 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
 
 
 def _excess_of(
-    process: JobConnection, rate: _Rate, one: Connection, of_job: list[Connection]
+    process: JobConnection, rate: _Rate, connection: Connection, of_job: list[Connection]
 ) -> str:
-    """Say what a process or program has or sends too much of; empty if nothing."""
+    """Return which bound a process or program exceeds; empty if none."""
     who, most = "a process", PROCESS_MESSAGES_S
     num = sum(item.subscriptions for item in of_job)
-    if num > JOB_SUBSCRIPTIONS and one.subscriptions * len(of_job) >= num:
+    if num > JOB_SUBSCRIPTIONS and connection.subscriptions * len(of_job) >= num:
         return f"{num:,} subscriptions of the job's processes, it may have {JOB_SUBSCRIPTIONS:,}"
     if process.episode:
         who, most = "a program", PROGRAM_MESSAGES_S
-        if one.subscriptions > PROGRAM_SUBSCRIPTIONS:
-            return (
-                f"{one.subscriptions:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
-            )
+        if connection.subscriptions > PROGRAM_SUBSCRIPTIONS:
+            num = connection.subscriptions
+            return f"{num:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
         if rate.num_bytes > PROGRAM_BYTES_S:
             return f"{rate.num_bytes:,.0f} bytes a second, a program may send {PROGRAM_BYTES_S:,}"
     if rate.messages > most:

@@ -100,8 +100,8 @@ class JobKeys:
 class EpisodeSecrets:
     """Gives the hosts of a live job the secret with which they sign keys of episodes.
 
-    A caller may do what these keys permit anyway: it is the job's user, or one of its
-    environment hosts. They ask once, so that episodes begin while no auth service is there, too.
+    The keys permit no more than callers may do anyway: they are the job's user and its environment
+    hosts. They ask once, so that episodes can begin while the auth service is away.
     """
 
     def __init__(self, jobs: JobStore, pool_secret: bytes) -> None:
@@ -110,11 +110,11 @@ class EpisodeSecrets:
         self._pool_secret = pool_secret
 
     async def open(self, service: Service) -> None:
-        """Answer hosts; the broker sees to it that they name their own job."""
+        """Answer hosts; the broker permits them to name only their own job."""
         subject = JobScope.all_episode_keys()
-        await service.endpoint("episode-keys", subject, Empty, self._tell, fair=True)
+        await service.endpoint("episode-keys", subject, Empty, self._episode_secret, fair=True)
 
-    async def _tell(self, request: Empty, context: RequestContext) -> EpisodeSecret:
+    async def _episode_secret(self, request: Empty, context: RequestContext) -> EpisodeSecret:
         del request
         user, job = context.subject.split(".")[3:5]
         record = await self._jobs.find_by_id(user, job)
@@ -159,7 +159,7 @@ async def serve(
 async def _answer(
     context: ActorContext, requests: Broker, secrets: PoolSecrets, look_s: float, grace_s: float
 ) -> None:
-    """Answer users over `requests`, everybody else over the context's own connection."""
+    """Answer users over `requests`, other callers over the context's own connection."""
     broker = context.broker
     await create_user_stores(broker)
     users, jobs, audit = UserStore(broker), JobStore(broker), Audit(broker)
@@ -226,17 +226,17 @@ async def _side_connection(url: str, name: str, seed: str) -> Client:
 
 
 # -- requests of users -----------------------------------------------------------------------------
-# By admins and by users themselves. The sender is that of the subject.
+# From admins and from users themselves. The subject names the sender.
 
 R = TypeVar("R")
 
 _PAGE_USERS = 500
-"""Of one answer."""
+"""Users in one answer."""
 _ROTATIONS, _ROTATIONS_S = 10, 1 / 60
-"""How often a user may replace the own key: at once, and a second in the long run."""
+"""How often users may replace their own key: in a burst, and per second in the long run."""
 _OWN_KICK_S = 1.0
 _AGAIN_S = 120.0
-"""For how long a request that makes a user is answered with the same key if it comes again."""
+"""How long a repeated request for a new user is answered with the same key."""
 _DAY_S = 86_400
 
 
@@ -322,7 +322,7 @@ class _UserRequests:
             now = time.time()
             record = await self._users.change(
                 request.user,
-                lambda one: one.model_copy(update={"revoked": one.revoked or now}),
+                lambda user: user.model_copy(update={"revoked": user.revoked or now}),
             )
             await self._shut_out(request.user, context)
             return UserReply(user=_info(record))
@@ -342,7 +342,7 @@ class _UserRequests:
             if request.max_priority is not None:
                 update["max_priority"] = request.max_priority
             record = await self._users.change(
-                request.user, lambda one: one.model_copy(update=update)
+                request.user, lambda user: user.model_copy(update=update)
             )
             return UserReply(user=_info(record))
 
@@ -374,7 +374,7 @@ class _UserRequests:
         name = user_name(request.user)
         number = id_of_invitation(request.code)
         if number is None:
-            raise errors.AuthError("this is no invitation", hint="ask an admin for one")
+            raise errors.AuthError("this is not an invitation", hint="ask an admin for one")
         key = api_key(name, self._secret, "register", request.code, request.request_id)
         if (known := await self._users.get(name)) is not None:
             if not _is_again(known, key_hash(key)):
@@ -400,7 +400,7 @@ class _UserRequests:
         return UserReply(user=_info(await self._known(context.user)))
 
     async def _create(self, record: UserRecord) -> UserRecord:
-        """Make a user; if the same request has made it before, return that one."""
+        """Make a user, or return the user that the same request has made before."""
         try:
             await self._users.create(record)
         except errors.ConflictError as error:
@@ -423,7 +423,7 @@ class _UserRequests:
         target: str,
         work: Callable[[], Awaitable[R]],
     ) -> R:
-        """Do something that admins may do, and a user to himself if it is `rotate`."""
+        """Call a method for admins; `rotate` also for users themselves."""
         try:
             caller = await self._known(context.user)
             own_key = what == "users.rotate" and target == context.user
@@ -445,7 +445,7 @@ class _UserRequests:
         return result
 
     async def _shut_out(self, user: str, context: RequestContext) -> None:
-        """Close the connections that use the old key; the asker's own once it has its answer."""
+        """Close the connections that use the old key; the caller's own after its answer."""
         if user != context.user:
             await disconnect_user(self._system, user)
             return
@@ -459,7 +459,7 @@ class _UserRequests:
 
 
 def _is_again(known: UserRecord, key_hash: str) -> bool:
-    """Whether a request has made this user already, a moment ago."""
+    """Return whether this request has made the user already, shortly before."""
     return is_same(known.key_hash, key_hash) and time.time() - known.created < _AGAIN_S
 
 

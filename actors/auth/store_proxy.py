@@ -60,7 +60,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class UserCache:
-    """The users as of a moment ago."""
+    """The users, a moment old."""
 
     def __init__(self, broker: Broker) -> None:
         """Start without users; `open` reads them."""
@@ -102,17 +102,17 @@ class UserCache:
 # -- bounds of the buckets that all users share ----------------------------------------------------
 
 ASKED_BYTES = 4 << 10
-"""Of an evaluation that a user asks for; what comes of it the job's own processes write."""
+"""Largest request of a user for an evaluation; the job's own processes write its result."""
 _COUNTED_S = 30.0
 _KNOWN_S = 5.0
 _MAX_KNOWN = 10_000
 
 
 class StorageBounds:
-    """Looks whether there is room for what a guest stores."""
+    """Checks whether there is room for what a guest stores."""
 
     def __init__(self, broker: Broker, known: UserCache) -> None:
-        """Count with this connection; quotas are those of `known` users."""
+        """Count through this connection; quotas are those of `known` users."""
         self._broker = broker
         self._known = known
         self._jobs = JobStore(broker)
@@ -156,7 +156,7 @@ class StorageBounds:
         keys.add(subject)
 
     async def _record(self, user: str, job: str) -> JobRecord:
-        """Return a job, as of some seconds ago."""
+        """Return the record of a job, some seconds old."""
         key, now = f"{user}.{job}", time.monotonic()
         if key in self._records and now - self._records[key][0] < _KNOWN_S:
             return self._records[key][1]
@@ -170,12 +170,12 @@ class StorageBounds:
 
 
 _QUEUE = "door"
-"""Of the auth services that share the requests: all that run must have the same one."""
+"""Queue group of the auth services that share the requests: the same for all of them."""
 _SETTLE_S = 1.0
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _HEADERS = (EXPECTED_SEQ, TTL, OPERATION, WRITE_ID, TRACEPARENT)
-"""Headers that a guest's message keeps; others could do more than store it."""
+"""Headers that a guest's message keeps; others might do more than store it."""
 
 
 class StoreProxy:
@@ -189,9 +189,10 @@ class StoreProxy:
         bounds: StorageBounds,
         bound: Callable[[str], int | None],
     ) -> None:
-        """Hear guests and pass on what they ask over `requests`; look things up with `broker`.
+        """Receive and forward requests of guests over `requests`; read records through `broker`.
 
-        `bounds` has what guests may add, `bound` how many requests of a user may run at once.
+        `bounds` checks what guests may add; `bound` returns how many requests of a user may run at
+        once.
         """
         self._requests = requests
         self._broker = broker
@@ -211,18 +212,18 @@ class StoreProxy:
             f"{PREFIX}.job.*.*.store.>",
         )
         self._listening = [
-            await self._requests.listen(subject, self._take, queue=_QUEUE) for subject in subjects
+            await self._requests.listen(subject, self._handle, queue=_QUEUE) for subject in subjects
         ]
 
     async def close(self) -> None:
-        """Take no more requests."""
+        """Stop receiving requests."""
         for item in self._listening:
             await item.stop()
         await self.share.settle(_SETTLE_S)
 
-    def _take(self, message: Msg) -> None:
-        """Answer when it is the user's turn; beyond the user's bound it is dropped, and asked
-        again."""
+    def _handle(self, message: Msg) -> None:
+        """Answer when it is the user's turn; a request beyond the user's bound is dropped, and the
+        guest repeats it."""
         if message.reply.startswith(INBOXES):
             user = message.subject.split(".")[3]
             self.share.submit(user, lambda: self._answer(message), len(message.data))
@@ -240,9 +241,11 @@ class StoreProxy:
                 raise errors.MessageError(f"the store proxy cannot {verb}")
         except (errors.MessageError, errors.NotFoundError, errors.QuotaError) as error:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
-        except ConnectionLost:  # dropped with all that waited: the guest asks again
+        except ConnectionLost:  # dropped with all that waited: the guest repeats it
             return
-        except errors.TinkermqError as error:  # the guest's deadline ends it; the guest asks again
+        except (
+            errors.TinkermqError
+        ) as error:  # the guest's deadline ends it, and the guest repeats it
             _log.warning("store_request_failed", subject=message.subject, error=error.message)
 
     async def _get(self, guest: Guest, rest: str, message: Msg) -> None:
@@ -271,10 +274,11 @@ class StoreProxy:
             raise errors.MessageError(f"{guest.user} may not store on {subject}")
         await self._bounds.check(guest, subject, len(message.data))
         if await self._exists(stream, message):
-            given = message.headers or {}
-            headers = {name: given[name] for name in _HEADERS if name in given}
-            if MESSAGE_ID in given and is_stream_of(guest.user, stream):  # one of each id is kept
-                headers[MESSAGE_ID] = f"{guest.role or 'user'}.{given[MESSAGE_ID]}"
+            received = message.headers or {}
+            headers = {name: received[name] for name in _HEADERS if name in received}
+            # the server stores one message of each id
+            if MESSAGE_ID in received and is_stream_of(guest.user, stream):
+                headers[MESSAGE_ID] = f"{guest.role or 'user'}.{received[MESSAGE_ID]}"
             await self._requests.send(
                 subject, message.data, reply=message.reply, headers=headers or None
             )
@@ -296,7 +300,7 @@ class StoreProxy:
         return True
 
     async def _refuse(self, message: Msg, why: str) -> None:
-        """Answer in the form of the request that was made: a read, or a call of the API."""
+        """Answer in the form of the request: a read, or a call of the API."""
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
         headers = {STATUS: FORBIDDEN, DESCRIPTION: " ".join(why.split())}
         await self._requests.publish(message.reply, body, headers)
@@ -318,15 +322,15 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
 
 
 def read_request(payload: bytes) -> bytes:
-    """Return a request for messages with nothing in it but what we know; raises MessageError."""
-    given = _json(payload)
-    seq = given.get("seq", 1)
+    """Return a request for messages with known fields only; raises MessageError."""
+    fields = _json(payload)
+    seq = fields.get("seq", 1)
     request: dict[str, Any] = {"seq": seq if isinstance(seq, int) and seq > 0 else 1}
-    subject = given.get("next_by_subj")
+    subject = fields.get("next_by_subj")
     if isinstance(subject, str):
         request["next_by_subj"] = subject
     for key, most in (("batch", _MAX_MESSAGES), ("max_bytes", _MAX_BYTES)):
-        value = given.get(key)
+        value = fields.get(key)
         if isinstance(value, int) and value > 0:
             request[key] = min(value, most)
     return json.dumps(request).encode()
@@ -336,7 +340,7 @@ def _json(payload: bytes) -> dict[str, Any]:
     try:
         value: Any = read_json(payload)
     except errors.MessageError as error:
-        raise errors.MessageError("the request is no JSON") from error
+        raise errors.MessageError("the request is not JSON") from error
     if not isinstance(value, dict):
-        raise errors.MessageError("the request is no JSON object")
+        raise errors.MessageError("the request must be a JSON object")
     return cast("dict[str, Any]", value)

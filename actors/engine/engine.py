@@ -1,8 +1,8 @@
 """The interface of a generation engine: token ids in, token ids with log-probs and versions out.
 
-The agent loop knows this module only, so that another engine can take the place of the transformers
-one. What all engines share stands here, too: checks of requests, statistics, the bound of
-concurrent requests, and the reading of images. Nothing here imports torch.
+The agent loop knows this module only, so engines can be exchanged. What all engines share is here,
+too: checks of requests, statistics, the bound of concurrent requests, and the reading of images.
+Nothing here imports torch.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Sampling:
     """How one request is sampled; each request of a batch may have its own."""
 
     max_new_tokens: int
-    """Tokens generated at most, the stop token included."""
+    """Most tokens to generate, including the stop token."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
@@ -50,26 +50,26 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends after one of these; the stop token is part of the result."""
     seed: int | None = None
-    """The same seed draws the same tokens, whatever else runs in the batch; None: a fresh one."""
+    """The same seed draws the same tokens, whatever else is in the batch; None: a new seed."""
     num_drawn: int = 0
-    """Tokens at the end of the prompt that were drawn with this seed before: it goes on behind
-    them."""
+    """Tokens at the end of the prompt that were drawn with this seed before: drawing continues
+    behind them."""
     grammar: "TokenGrammar | None" = None
-    """What all tokens that were and are drawn must be; it has its own end, a stop token."""
+    """Grammar of the whole answer, including tokens drawn before; it ends with a stop token."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that has been drawn."""
+    """Subtracted from the logit of each token that has been drawn."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of each token as often as it has been drawn."""
+    """Subtracted from the logit of each token as often as it has been drawn."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens of the prompt or drawn, and multiplies negative ones."""
     num_top: int = 0
-    """Tell so many of the likeliest tokens in the place of each."""
+    """Number of likeliest tokens to report at the place of each token."""
     stream_every: int = 1
-    """`on_token` may be called with so many tokens at once, and is with fewer at the end."""
+    """`on_token` may be called for so many tokens at once, and for fewer at the end."""
 
     @property
     def is_constrained(self) -> bool:
-        """Whether tokens are drawn from other logits than those that are recorded."""
+        """Whether tokens are drawn from other logits than the recorded ones."""
         penalties = self.presence_penalty or self.frequency_penalty
         return self.grammar is not None or bool(penalties) or self.repetition_penalty != 1
 
@@ -89,28 +89,28 @@ class Generation:
     finish_reason: FinishReason
     """A stop token, the token limit, or `cancel`."""
     experts: ExpertRecord | None = None
-    """Of an engine that records them, the experts of all tokens that it computed for this request:
-    those up to the one before the last, of the prompt, too, but for what it had in its cache."""
+    """From an engine that records them, the experts of all tokens that it computed for this
+    request: prompt and answer without the last token, and without cached tokens."""
     masked: FloatVector | None = None
-    """float32[N]: which share of the probability a grammar took out of the choice of each token;
-    None: there was no grammar."""
+    """float32[N]: the share of the probability that a grammar excluded at each token; None: no
+    grammar."""
     top_ids: NDArray[np.int32] | None = None
-    """int32[N, K]: the likeliest tokens in the place of each, best first; None: not asked for."""
+    """int32[N, K]: the likeliest tokens at each place, best first; None: not requested."""
     top_logprobs: FloatVector | None = None
     """float32[N, K]: their log-probs, as in `logprobs`."""
     first_token: float = 0.0
-    """When the first token was there, in seconds since the epoch; 0: it is not known."""
+    """Time of the first token, in seconds since the epoch; 0: not known."""
 
 
 def nothing() -> Generation:
-    """Return what a request has that was cancelled before its first token."""
+    """Return the result of a request that was cancelled before its first token."""
     return Generation(
         np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
     )
 
 
 def tops_of(generation: Generation) -> list[tuple[tuple[int, float], ...]]:
-    """Return the likeliest tokens in the place of each, as `Drawn` has them."""
+    """Return the likeliest tokens at each place, as `Drawn` has them."""
     ids, logprobs = generation.top_ids, generation.top_logprobs
     if ids is None or logprobs is None:
         return [()] * len(generation.token_ids)
@@ -128,12 +128,12 @@ class Drawn:
     version: int
     """Policy version that produced it."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in its place and their log-probs, best first, where asked for."""
+    """The likeliest tokens at its place and their log-probs, best first, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What a model thinks of the N tokens of a prompt, each behind those before it."""
+    """The log-probs that a model gives the N tokens of a prompt."""
 
     logprobs: FloatVector
     """float32[N]: log-prob of each token at temperature 1; NaN for the first."""
@@ -144,7 +144,7 @@ class PromptScores:
 
     @classmethod
     def unknown(cls, num: int, top_k: int) -> "PromptScores":
-        """Return those of `num` tokens of which nothing is known yet."""
+        """Return the scores of `num` tokens before anything is known."""
         nan = np.float32(np.nan)
         return cls(np.full(num, nan), np.zeros((num, top_k), np.int32), np.full((num, top_k), nan))
 
@@ -177,13 +177,13 @@ class EngineStats:
     busy_s: float
     """Seconds spent computing."""
     last_pause_s: float
-    """How long decoding stood still at the last weight swap."""
+    """Seconds that decoding paused at the last weight swap."""
     paused_s: float
-    """How long it stood still so far, at swaps and asleep."""
+    """Seconds that it paused so far, at swaps and asleep."""
     cache_bytes: int
-    """Memory of the KV cache, that of cached prefixes included."""
+    """Memory of the KV cache, including cached prefixes."""
     weight_bytes: int = 0
-    """Memory of the weights in this process, with the set that is filled next; 0 where other
+    """Memory of the weights in this process, including the set that is filled next; 0 where other
     processes hold them."""
 
 
@@ -197,7 +197,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no request will be answered any more; its actor should end and be started again."""
+        """Why requests are not answered any more: its actor should end and be started again."""
         ...
 
     async def generate(
@@ -231,7 +231,7 @@ class Engine(Protocol):
     ) -> PromptScores:
         """Return the log-prob of each token of a prompt, and the `top_k` likeliest in its place.
 
-        Requests that generate go on meanwhile. Raises ConfigError for a prompt that cannot be
+        Generation continues meanwhile. Raises ConfigError for a prompt that cannot be
         scored, EngineError when the engine failed or its queue is full.
         """
         ...
@@ -242,8 +242,8 @@ class Engine(Protocol):
         """Make `tensors` (the names of `state_dict()`, or those of a PEFT folder for an engine
         with an adapter) the weights, between two decode steps.
 
-        Running requests go on: with the keys and values they have (`keep`), or with them computed
-        anew (`recompute`). Raises EngineError listing names that are missing, unknown or of the
+        Running requests continue with their keys and values (`keep`), or with recomputed ones
+        (`recompute`). Raises EngineError listing names that are missing, unknown or of the
         wrong shape; the weights then stay as they were.
         """
         ...
@@ -262,11 +262,11 @@ class Engine(Protocol):
 
     @property
     def has_weights(self) -> bool:
-        """Whether it can wake: not after it gave up its weights, until others are loaded."""
+        """Whether it can wake: not after it dropped its weights, until others are loaded."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory back and go on; nothing happens if it is awake.
+        """Take the memory back and continue; nothing happens if it is awake.
 
         Raises EngineError if it has no weights.
         """
@@ -281,7 +281,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Say what the engine is doing."""
+        """Return the engine's statistics."""
         ...
 
     async def close(self) -> None:
@@ -290,9 +290,9 @@ class Engine(Protocol):
 
 
 class AdapterEngine(Engine, Protocol):
-    """An engine whose requests have adapters (LoRA) of their own, and decode together all the same.
+    """An engine whose requests may have different adapters (LoRA) and decode in one batch.
 
-    Adapters come and go while it works; the model beside which they lie is in memory once.
+    Adapters are added and dropped while it works; their base model is in memory once.
     """
 
     async def generate(
@@ -324,7 +324,7 @@ class AdapterEngine(Engine, Protocol):
         ...
 
     async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
-        """Let requests have the adapter of a PEFT folder; no request waits for it.
+        """Make the adapter of a PEFT folder available; no request waits for it.
 
         If there is one of the name, its requests go on with the weights of this one, and the keys
         and values that they have. Raises ModelError for an adapter that does not fit the model.
@@ -332,7 +332,7 @@ class AdapterEngine(Engine, Protocol):
         ...
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it go on to their end."""
+        """Forget an adapter; requests with it continue to their end."""
         ...
 
 
@@ -342,7 +342,7 @@ _RATE_WINDOW_S = 10.0
 
 
 class Meter:
-    """Counters that one thread raises and any thread may read."""
+    """Counters that one thread changes and any thread may read."""
 
     def __init__(self) -> None:
         self.generated = 0
@@ -363,7 +363,7 @@ class Meter:
         self.paused_s += seconds
 
     def mark(self) -> None:
-        """Remember the counters of now, at times; call it after each step."""
+        """Remember the current counters from time to time; call it after each step."""
         now = time.monotonic()
         if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
             self._marks.append((now, self.generated, self.busy_s))
@@ -378,7 +378,7 @@ class Meter:
         cache_bytes: int,
         weight_bytes: int = 0,
     ) -> EngineStats:
-        """Return an engine's statistics: the counters, and what only the engine knows."""
+        """Return an engine's statistics: the counters, and figures that the engine passes."""
         tokens_per_s, busy_share = self.rates()
         return EngineStats(
             version=version,
@@ -410,11 +410,11 @@ class Meter:
 # -- checks of requests ----------------------------------------------------------------------------
 
 _END = 1 << 31
-"""Token ids are int32: an engine could not hold what is outside."""
+"""Token ids are int32."""
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ConfigError for parameters that cannot be sampled with."""
+    """Raise ConfigError for parameters that sampling does not support."""
     if (
         sampling.max_new_tokens >= 1
         and 0 <= sampling.temperature < np.inf
@@ -469,7 +469,7 @@ def check_scored(prompt: IntVector, top_k: int, *, max_context: int, vocab_size:
 
 
 def no_adapter(name: str) -> NotFoundError:
-    """Return the error of a request for an adapter that is not there."""
+    """Return the error of a request for an unknown adapter."""
     return NotFoundError(f"the engine has no adapter {name}", hint="add it first")
 
 
@@ -483,7 +483,7 @@ def _check_tokens(prompt: IntVector, vocab_size: int) -> None:
 
 
 def check_queue(request_id: str, pending: int, max_pending: int, *, running: bool) -> None:
-    """Raise EngineError for an id that is in use, and for one request too many."""
+    """Raise EngineError for an id that is in use, and for a full queue."""
     if running:
         raise EngineError(
             f"request {request_id} is running already", hint="give each request its own id"
@@ -496,7 +496,7 @@ def check_queue(request_id: str, pending: int, max_pending: int, *, running: boo
 
 
 def not_finite(version: int) -> EngineError:
-    """Return the error of a request whose model computed no numbers."""
+    """Return the error of a request whose model computed NaN or infinity."""
     return EngineError(
         f"the model of version {version} computes logits that are not finite",
         hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
@@ -512,7 +512,7 @@ def left_grammar(why: str) -> ConfigError:
 
 
 def no_weights() -> EngineError:
-    """Return the error of an engine that is to wake without weights."""
+    """Return the error of an engine that cannot wake without weights."""
     return EngineError(
         "the engine gave up its weights when it fell asleep, and no others were loaded",
         hint="load a version before it wakes",
@@ -520,7 +520,7 @@ def no_weights() -> EngineError:
 
 
 def again(error: EngineError) -> EngineError:
-    """Return an error of its own for each waiter: a shared one would collect all tracebacks."""
+    """Return a copy of an error for one waiter: a shared one would collect all tracebacks."""
     copy = EngineError(error.message, hint=error.hint)
     copy.__cause__ = error.__cause__
     return copy
@@ -536,7 +536,7 @@ def bytes_of_engines(engines: Iterable[Engine]) -> dict[str, int]:
 
 
 def report_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
-    """Put the engine's figures, and more, into the heartbeat."""
+    """Add the engine's figures, and others, to the heartbeat."""
     context.presence = context.presence.model_copy(update={"version": stats.version})
     context.numbers.update(
         tokens_per_s=stats.tokens_per_s,
@@ -549,21 +549,21 @@ def report_engine(context: JobContext, stats: EngineStats, **more: float) -> Non
 
 
 # -- concurrent requests of an engine with a paged cache -------------------------------------------
-# A cache of pages can hold more requests than would fit if all of them grew to the longest, and how
-# many more only shows while they run. So the bound starts at what fits in any case, rises while
-# requests wait and the cache has room, and is cut when the engine had to throw a request out of its
-# cache (a preemption: that request is computed again, so too high a bound costs more than too low).
+# A paged cache can hold more requests than would fit if all of them grew to the longest; how many
+# more shows only while they run. So the bound starts at the number that fits in any case, rises
+# while requests wait and the cache has room, and is cut at a preemption, when the engine evicts a
+# request from the cache and must compute it again: too high a bound costs more than too low a one.
 
 _ROOM = 0.8
 """Share of the cache up to which there is room for more requests."""
 _RISE = 1 / 8
 """Share by which the bound rises at a step."""
 _CUT = 0.75
-"""What is left of the running requests after a preemption."""
+"""The bound after a preemption, as a share of the running requests."""
 
 
 class Concurrency:
-    """The bound, told of every step of the engine."""
+    """The bound of concurrent requests, updated at every step of the engine."""
 
     def __init__(self, fits: int, most: int) -> None:
         """`fits` requests fit into the cache however long they get; `most` is never exceeded."""
@@ -571,33 +571,33 @@ class Concurrency:
         self._most = most
         self.limit = self._least
 
-    def step(self, running: int, *, wanted: bool, cache_share: float, preempted: int) -> None:
+    def step(self, running: int, *, is_demanded: bool, cache_share: float, preempted: int) -> None:
         """Adapt to a step with so many running requests and such a share of the cache in use.
 
-        `wanted` says that requests wait for the bound to rise.
+        `is_demanded` says that requests wait for the bound to rise.
         """
         if preempted and cache_share > _ROOM:
             self.limit = max(self._least, min(self.limit, int(_CUT * (running - preempted))))
-        elif wanted and not preempted and cache_share < _ROOM and running >= self.limit:
+        elif is_demanded and not preempted and cache_share < _ROOM and running >= self.limit:
             self.limit = min(self._most, self.limit + max(1, int(_RISE * self.limit)))
 
 
 class RequestLimit:
-    """Lets as many requests in as the bound allows, first come, first served."""
+    """Admits as many requests as the bound allows, first come, first served."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self.concurrency = concurrency
         self.inside = 0
-        """Requests that were let in and have not left."""
+        """Requests that were admitted and have not left."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def waiting(self) -> int:
-        """Requests outside."""
+        """Requests that wait for a place."""
         return sum(not place.done() for place in self._waiting)
 
     def request_place(self) -> "asyncio.Future[None]":
-        """Return what is done once there is a place; give it to `leave` in any case."""
+        """Return a future that is done once there is a place; pass it to `leave` in any case."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self.admit()
@@ -612,7 +612,7 @@ class RequestLimit:
             place.cancel()
 
     def admit(self) -> None:
-        """Let in whom the bound allows now."""
+        """Admit the requests that the bound allows now."""
         while self._waiting and self.inside < self.concurrency.limit:
             place = self._waiting.popleft()
             if not place.done():
@@ -627,13 +627,13 @@ Key: TypeAlias = bytes | tuple[bytes, ...]
 
 
 class ImageReads(Generic[T]):
-    """What is being read; all who ask for the same images at a time go on together."""
+    """Images that are being read; concurrent requests for the same images share one read."""
 
     def __init__(self) -> None:
         self._reading: dict[Key, asyncio.Future[T]] = {}
 
     async def share(self, key: Key, read: Callable[[], T]) -> T:
-        """Return what `read` returns, or what it returns to another who asks with this key."""
+        """Return the result of `read`, or of a concurrent read with the same key."""
         reading = self._reading.get(key)
         if reading is None:
             reading = self._reading[key] = asyncio.ensure_future(asyncio.to_thread(read))
@@ -647,7 +647,7 @@ class ImageReads(Generic[T]):
 
 
 def require_reader(reader: ImageReader | None) -> ImageReader:
-    """Return what reads a model's images; ModelError for a model that sees none."""
+    """Return the reader of a model's images; ModelError for a model without image input."""
     if reader is None:
         raise ModelError(
             "the model reads text alone, and a prompt holds images",

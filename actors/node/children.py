@@ -32,16 +32,16 @@ from .fork_server import PACKET_BYTES, PING, ForkRequest
 IDLE_S = 300.0
 SILENCE_S = 120.0
 _LOOKS = 12
-"""In `SILENCE_S`; a stop of the node itself is one look, however long it was."""
+"""Checks within `SILENCE_S`; a stop of the node itself counts as one, however long it was."""
 _IMPORT_LOOKS = 5 * _LOOKS
-"""Before its first answer a server imports torch, maybe from a slow disk."""
+"""Checks before the first answer: the server imports torch, possibly from a slow disk."""
 _START_DEADLINE_S = 120.0
 _END_S = 5.0
 _FORKED_ROLES = frozenset(
     {"learner", "rank", "generator", "evaluator", "server", "trainer", "sampler"}
 )
 WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""For libraries that start a thread as they are imported, unless they are told not to."""
+"""Settings of libraries that otherwise start a thread when they are imported."""
 _WRITES = frozenset({"learner", "rank"})
 _OWN_LINK = re.compile(r"(latest|best)|\.(latest|best)\.[0-9]+")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -65,15 +65,15 @@ class Child(Protocol):
 
 
 class StartFailed(OSError):
-    """An actor could not be started now for a reason that is not its own: it is tried again."""
+    """An actor could not be started for a reason outside of it; the start is repeated."""
 
 
 class CannotFork(OSError):
-    """A library that actors need starts threads as it is imported, which a fork would lose."""
+    """A library that actors need starts threads at its import, which a fork would lose."""
 
 
 StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
-"""`await start(wanted, environment, output)`: start an actor whose output goes to a descriptor.
+"""`await start(spec, environment, output)`: start an actor whose output goes to a descriptor.
 
 Raises OSError when it cannot be started.
 """
@@ -93,63 +93,63 @@ async def spawn(command: list[str], environment: Mapping[str, str], output: int)
 
 
 def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
-    """Return what starts every actor as the program that `command` names."""
+    """Return a function that starts every actor as the program of `command`."""
 
-    def start(wanted: WantedActor, environment: Mapping[str, str], output: int) -> Awaitable[Child]:
-        return spawn(command(wanted), environment, output)
+    def start(spec: WantedActor, environment: Mapping[str, str], output: int) -> Awaitable[Child]:
+        return spawn(command(spec), environment, output)
 
     return start
 
 
 class ActorStarter:
-    """Starts the actors of a node, each in the cheapest way."""
+    """Starts the actors of a node: forked, as a program, or in a sandbox."""
 
     def __init__(self, *, sandbox_games: bool = False) -> None:
-        """Start nothing yet: the fork server comes with the first actor that needs it.
+        """The fork server starts with the first actor that needs it.
 
-        With `sandbox_games`, environment hosts see nothing of other jobs, nor do learners that run
-        functions of their job's owner.
+        With `sandbox_games`, environment hosts, and learners that run functions of their job's
+        owner, see nothing of other jobs.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
 
     async def start(
         self,
-        wanted: WantedActor,
+        spec: WantedActor,
         environment: Mapping[str, str],
         output: int,
         program: Sequence[str] | None = None,
     ) -> Child:
-        """Start one actor, or another `program` as that actor would be.
+        """Start an actor, or another `program` in the same way.
 
-        Its run folder may have become a link since the job was accepted. Raises OSError,
-        StartRefused for what no second try changes.
+        Its run folder may have become a link since the job was accepted. Raises OSError, and
+        StartRefused where a second try would not help.
         """
-        is_sandboxed = self._sandboxes is not None and wanted.own_code is not None
+        is_sandboxed = self._sandboxes is not None and spec.own_code is not None
         try:
-            below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
-            if self._sandboxes is not None and wanted.role in _WRITES and not is_sandboxed:
-                await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
+            below_roots("run_dir", spec.run_dir, [Path(root) for root in spec.output_roots])
+            if self._sandboxes is not None and spec.role in _WRITES and not is_sandboxed:
+                await asyncio.to_thread(_refuse_led_away, Path(spec.run_dir))
         except (ConfigError, StorageError) as error:
             may_pass = isinstance(error, StorageError) and error.is_full
             raise (OSError(str(error)) if may_pass else sandbox.StartRefused.of(error)) from error
-        if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_sandboxed:
+        if sys.platform == "linux" and spec.role in _FORKED_ROLES and not is_sandboxed:
             with contextlib.suppress(CannotFork):
-                return await self._server.fork(wanted, environment, output)
+                return await self._server.fork(spec, environment, output)
         command = list(
             program
             or [
-                *(sys.executable, "-P", "-m", sandbox.actor_module(wanted)),
-                *sandbox.actor_argv(wanted),
+                *(sys.executable, "-P", "-m", sandbox.actor_module(spec)),
+                *sandbox.actor_argv(spec),
             ]
         )
         if is_sandboxed and self._sandboxes is not None:
-            return await self._sandboxes.start(command, wanted, environment, output)
-        if wanted.role == "environment" and self._sandboxes is not None:
-            if wanted.programs is None:
-                return await self._sandboxes.start(command, wanted, environment, output)
+            return await self._sandboxes.start(command, spec, environment, output)
+        if spec.role == "environment" and self._sandboxes is not None:
+            if spec.programs is None:
+                return await self._sandboxes.start(command, spec, environment, output)
             try:
-                await asyncio.to_thread(sandbox.check_programs, wanted)  # disks may be slow
+                await asyncio.to_thread(sandbox.check_programs, spec)  # disks may be slow
             except sandbox.PathRefused as error:
                 raise sandbox.StartRefused.of(error) from error
         return await spawn(command, environment, output)
@@ -162,8 +162,8 @@ class ActorStarter:
 def _refuse_led_away(run_dir: Path) -> None:
     """Raise StorageError for a run folder in which a learner would write through a link.
 
-    Functions of its owner may have run in an earlier attempt, and made some. The links that a
-    learner makes itself lead to its checkpoints; it makes them anew and never writes through them.
+    Functions of its owner may have made links in an earlier attempt. A learner's own links lead to
+    its checkpoints; it makes them anew and never writes through them.
     """
     if os.path.realpath(run_dir) != str(run_dir):
         led: str | None = "."
@@ -196,9 +196,9 @@ class ForkedChild:
 class ForkServer:
     """The node's side of the fork server.
 
-    One that has had nothing to do for a while is ended. One that answers nothing for `silence_s`,
-    such as one that was stopped, is killed, and its actors die with it: nobody would hear of their
-    end, and no other could be started.
+    An idle server is ended after a while. One that does not answer for `silence_s`, for example
+    because it was stopped, is killed with its actors: their ends would not be reported, and no
+    other actor could be started.
     """
 
     def __init__(self, idle_s: float = IDLE_S, silence_s: float = SILENCE_S) -> None:
@@ -206,12 +206,12 @@ class ForkServer:
         self._silence_s = silence_s
         self._is_heard = False
         self._num_looks = _IMPORT_LOOKS
-        """How many it may be silent."""
+        """How many checks in a row may find it silent."""
         self._watching = set[asyncio.Task[None]]()
         self._process: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[ForkedChild]] = {}
+        self._forks: dict[int, asyncio.Future[ForkedChild]] = {}
         self._children: dict[int, ForkedChild] = {}
         self._idle: asyncio.TimerHandle | None = None
         self._starting = asyncio.Lock()
@@ -219,11 +219,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while it may be asked for actors."""
+        """Process id, while it can fork actors."""
         return self._process.pid if self._process and self._channel else None
 
-    async def fork(self, wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
-        """Fork into an actor.
+    async def fork(self, spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
+        """Fork an actor.
 
         Raises OSError when the server cannot now, CannotFork when it never can.
         """
@@ -234,11 +234,11 @@ class ForkServer:
             self._idle.cancel()
         request = ForkRequest(
             next(self._numbers),
-            f"{sandbox.actor_module(wanted)}.__main__",
-            sandbox.actor_argv(wanted),
+            f"{sandbox.actor_module(spec)}.__main__",
+            sandbox.actor_argv(spec),
             dict(environment),
         )
-        future = self._asked[request.number] = loop.create_future()
+        future = self._forks[request.number] = loop.create_future()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 async with self._starting:
@@ -250,11 +250,11 @@ class ForkServer:
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
             ) from slow
         except OSError as error:
-            if self._threads:  # it said so while this request was sent
+            if self._threads:  # it reported so while this request was sent
                 raise CannotFork(self._threads) from error
             raise
         finally:
-            del self._asked[request.number]
+            del self._forks[request.number]
 
     async def close(self) -> None:
         """End the server; its actors have ended before."""
@@ -288,7 +288,7 @@ class ForkServer:
                 preexec_fn=die_with(os.getpid()),
             )
         ours.setblocking(False)
-        asyncio.get_running_loop().add_reader(ours, self._take, ours)
+        asyncio.get_running_loop().add_reader(ours, self._read_answer, ours)
         self._channel = ours
         ours.send(PING)
         self._is_heard, self._num_looks = False, _IMPORT_LOOKS
@@ -299,7 +299,7 @@ class ForkServer:
         return ours
 
     async def _watch(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
-        """Wait for the end of a server; kill one that is silent, or does not end, for too long."""
+        """Wait for the end of a server; kill it if it is silent, or does not end, for too long."""
         num_silent, look_s = 0, self._silence_s / _LOOKS
         while not await _has_ended(process, look_s):
             is_used = self._channel is channel
@@ -319,8 +319,8 @@ class ForkServer:
                 process.kill()
                 num_silent = 0
 
-    def _take(self, channel: socket.socket) -> None:
-        """Take one answer of the server."""
+    def _read_answer(self, channel: socket.socket) -> None:
+        """Read one answer of the server."""
         try:
             packet = channel.recv(PACKET_BYTES)
         except (BlockingIOError, ConnectionResetError):  # after a reset, what it sent can be read
@@ -328,7 +328,7 @@ class ForkServer:
         except OSError:
             packet = b""
         if not packet:
-            self._lost(channel)
+            self._note_death(channel)
             return
         self._is_heard, self._num_looks = True, _LOOKS
         if packet == PING:
@@ -343,35 +343,35 @@ class ForkServer:
                 "start as programs, which takes seconds longer",
             )
             self._hang_up(channel)
-            for asked in self._asked.values():
-                if not asked.done():
-                    asked.set_exception(CannotFork(self._threads))
+            for fork in self._forks.values():
+                if not fork.done():
+                    fork.set_exception(CannotFork(self._threads))
         elif "error" in fields:
-            asked = self._asked.get(fields["number"])
-            if asked is not None and not asked.done():
-                asked.set_exception(OSError(f"no process could be made: {fields['error']}"))
+            fork = self._forks.get(fields["number"])
+            if fork is not None and not fork.done():
+                fork.set_exception(OSError(f"no process could be made: {fields['error']}"))
         elif "exit_code" in fields:
             self._children.pop(fields["pid"]).ended.set_result(fields["exit_code"])
-            if not self._children and not self._asked:
+            if not self._children and not self._forks:
                 loop = asyncio.get_running_loop()
                 self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
         else:
             child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
-            future = self._asked.get(fields["number"])
+            future = self._forks.get(fields["number"])
             if future is None or future.done():  # no longer awaited
                 os.kill(child.pid, signal.SIGKILL)
             else:
                 future.set_result(child)
 
-    def _lost(self, channel: socket.socket) -> None:
-        """The server has died, and its actors with it: the next fork starts another."""
+    def _note_death(self, channel: socket.socket) -> None:
+        """Note that the server has died with its actors: the next fork starts another."""
         self._hang_up(channel)
         for child in self._children.values():
             child.ended.set_result(-9)
         self._children.clear()
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(OSError("the fork server has died; see the node's log"))
+        for fork in self._forks.values():
+            if not fork.done():
+                fork.set_exception(OSError("the fork server has died; see the node's log"))
 
     def _hang_up(self, channel: socket.socket) -> None:
         """Close our end, at which the server ends."""
@@ -394,7 +394,7 @@ async def _send(channel: socket.socket, request: ForkRequest, output: int) -> No
     while True:
         try:
             socket.send_fds(channel, [request.to_bytes()], [output])
-        except BlockingIOError:  # it is still importing, and many wait for it
+        except BlockingIOError:  # it is still importing, with many requests waiting
             await asyncio.sleep(0.05)
         else:
             return

@@ -26,7 +26,7 @@ from ...schemas.local.process import die_with
 
 PACKET_BYTES = 256 * 1024
 PING = b"{}"
-"""What is answered while it works, and does not hang or stand still."""
+"""Answered at once by a server that does not hang."""
 _HEAVY = (
     "tinkermq.actors.learner.start",
     "tinkermq.actors.generator.generator",
@@ -42,7 +42,7 @@ _HEAVY = (
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """An actor to become."""
+    """A request for an actor."""
 
     number: int
     """The node's number of the request."""
@@ -51,7 +51,7 @@ class ForkRequest:
     argv: list[str]
     """Its arguments."""
     environment: dict[str, str]
-    """What is laid over the environment."""
+    """Variables to add to the environment."""
 
     def to_bytes(self) -> bytes:
         """Return the packet."""
@@ -66,7 +66,7 @@ class _ForkServer:
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> ForkRequest | None:
-        """Fork until the node has gone; returns the request in an actor, None in the server."""
+        """Fork until the node has ended; return the request in an actor, None in the server."""
         signal.signal(signal.SIGCHLD, _noted)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         while True:
@@ -94,11 +94,11 @@ class _ForkServer:
             pid = os.fork()
         except OSError as error:
             os.close(output)
-            self._tell(number=request.number, error=str(error))
+            self._report(number=request.number, error=str(error))
             return False
         if pid:
             os.close(output)
-            self._tell(number=request.number, pid=pid)
+            self._report(number=request.number, pid=pid)
             return False
         die_with(server)()
         signal.set_wakeup_fd(-1)
@@ -117,20 +117,20 @@ class _ForkServer:
                 pass
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._tell(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+                self._report(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
 
-    def _tell(self, **fields: int | str) -> None:
+    def _report(self, **fields: int | str) -> None:
         self._channel.send(json.dumps(fields).encode())
 
 
 def _noted(*_: object) -> None:
-    """A signal needs a handler in Python to reach the wake-up descriptor."""
+    """Do nothing: a signal needs a Python handler to reach the wake-up descriptor."""
 
 
 def _import_heavy() -> None:
-    """Import what takes long; the actor itself reports missing modules.
+    """Import the heavy modules; an actor reports missing ones itself.
 
-    Imported modules stay, so collecting garbage meanwhile would find nothing, and take a fifth of
+    Imported modules stay, so collecting garbage meanwhile finds nothing, and would take a fifth of
     the time.
     """
     _find_title()
@@ -150,7 +150,7 @@ def _other_threads() -> list[str]:
 
 
 def _find_title() -> None:
-    """Have setproctitle find its place now: it is found by the environment as it was at first."""
+    """Let setproctitle find the process title now, before the environment changes."""
     with contextlib.suppress(ImportError):
         import setproctitle
 
@@ -158,7 +158,7 @@ def _find_title() -> None:
 
 
 def _become(request: ForkRequest) -> int:
-    """Be the actor, as `python -m <module> <argv>` is; return the exit code."""
+    """Run the actor, as `python -m <module> <argv>` does; return the exit code."""
     os.environ.update(request.environment)
     if "setproctitle" in sys.modules:
         import setproctitle
@@ -174,7 +174,7 @@ def _become(request: ForkRequest) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the node has gone, or be one of its actors."""
+    """Serve until the node has ended; in a fork, run the actor."""
     channel = socket.socket(fileno=int(argv[0]))
     _import_heavy()
     if names := _other_threads():

@@ -30,23 +30,23 @@ from ...schemas.wire.errors import AuthError, TinkermqError
 
 URL_VARIABLE = "TINKERMQ_NATS_URL"
 MAX_CONNECTIONS = 32
-"""Of one learner, at a time; it has one that stands and one for each transfer of weights."""
+"""Connections of one learner at a time: a permanent one, and one for each transfer of weights."""
 _CHUNK_BYTES = 1 << 18
 _CONNECT_S = 5.0
 _PORT = 4222
 _MAX_LINE = 4096
-"""Of what a client sends, as nats-server bounds it."""
+"""Longest line of a client, as nats-server bounds it."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class ForwardRoute:
-    """How one server is reached from within."""
+    """How one server is reached from within the sandbox."""
 
     listen: str
-    """`host:port` of the loopback interface within."""
+    """`host:port` of the sandbox's loopback interface."""
     url: str
-    """Of the server, as the node has it."""
+    """URL of the server, as the node has it."""
     host: str
     port: int
 
@@ -66,13 +66,13 @@ class Forwarder:
 
     @property
     def listens(self) -> Sequence[str]:
-        """Where is to be listened within, `host:port` each; `serve` takes the sockets."""
+        """Addresses to listen on in the sandbox, as `host:port`; `serve` takes the sockets."""
         return [way.listen for way in self.ways]
 
     def environment(self) -> Mapping[str, str]:
-        """Return what the learner is given beside, or in place of, what others are.
+        """Return variables that the learner gets in addition to, or instead of, those of others.
 
-        Its key names it, and opens nothing.
+        Its key there only names it, and permits nothing.
         """
         url = {URL_VARIABLE: ",".join(f"nats://{way.listen}" for way in self.ways)}
         key = {KEY_VARIABLE: f"{self._key.rpartition('.')[0]}.held-by-its-node"}
@@ -85,7 +85,7 @@ class Forwarder:
         }
 
     def serve(self, listening: Sequence[socket.socket]) -> None:
-        """Accept on the sockets that listen within, in the order of `listens`."""
+        """Accept on the sandbox's sockets, in the order of `listens`."""
         self._task = asyncio.create_task(self._serve(listening))
 
     async def close(self) -> None:
@@ -99,11 +99,11 @@ class Forwarder:
         await end_tasks(self._open)
 
     async def _serve(self, listening: Sequence[socket.socket]) -> None:
-        for way, one in zip(self.ways, listening, strict=True):
+        for way, listener in zip(self.ways, listening, strict=True):
             self._servers.append(
                 await asyncio.start_server(
                     lambda reader, writer, way=way: self._accepted(way, reader, writer),
-                    sock=one,
+                    sock=listener,
                     limit=_CHUNK_BYTES,
                 )
             )
@@ -154,9 +154,9 @@ class Forwarder:
     async def _greeting(
         self, way: ForwardRoute, back: asyncio.StreamReader, out: asyncio.StreamWriter
     ) -> bytes:
-        """Return what the server says first, which demands no TLS of the learner.
+        """Return the server's greeting, without its demand for TLS.
 
-        As other clients do, this encrypts where the server demands it, or the URL does.
+        This connection encrypts where the server or the URL demands it, as other clients do.
         """
         info = read_json((await back.readuntil(b"\n")).partition(b" ")[2])
         if info.pop("tls_required", False):
@@ -173,12 +173,12 @@ async def _carry(
     writer: asyncio.StreamWriter,
     checked: "ClientMessages | None" = None,
 ) -> None:
-    """Forward one way; a slow reader makes the other side wait."""
+    """Forward one direction; a slow reader makes the other side wait."""
     try:
         while data := await reader.read(_CHUNK_BYTES):
             writer.write(checked.pass_on(data) if checked else data)
             await writer.drain()
-            await asyncio.sleep(0)  # a flood of small messages leaves the node its turns
+            await asyncio.sleep(0)  # a flood of small messages must not block the node
     except OSError:
         pass
     except (TinkermqError, TypeError, ValueError) as error:
@@ -186,14 +186,14 @@ async def _carry(
 
 
 class ClientMessages:
-    """Reads what a NATS client sends, bytes by bytes, and says what a server is sent for it.
+    """Parses the bytes of a NATS client and returns the bytes for the server.
 
-    Only what was understood is passed on, and it is written anew, so that the server understands
-    the same. Pure.
+    Only parsed messages are passed on, and they are written anew, so the server parses the same.
+    Pure.
     """
 
     def __init__(self, key: str) -> None:
-        """Log in with a job key, and have answers sent to the inboxes of its actor alone."""
+        """Log in with a job key; answers go to the inboxes of its actor only."""
         identity = read_job_key(key)
         self._login = {"user": "job", "pass": key} if key else {}
         self._inbox = f"{identity.scope.inbox(identity.actor)}.".encode() if identity else None
@@ -202,7 +202,7 @@ class ClientMessages:
         """Bytes of a payload, and its line end, that are still to come."""
 
     def pass_on(self, data: bytes) -> bytes:
-        """Return what the server is sent; raises AuthError for what it must not be sent."""
+        """Return the bytes for the server; raises AuthError for messages that are not permitted."""
         out, at = bytearray(), 0
         while at < len(data):
             if self._left:
@@ -221,13 +221,13 @@ class ClientMessages:
         return bytes(out)
 
     def _read(self, line: bytes) -> bytes:
-        """Return what the server is sent for one line."""
+        """Return the bytes for the server for one line."""
         verb, *words = line.split() or [b""]
         verb = verb.upper()
         num_sizes = {b"PUB": 1, b"HPUB": 2}.get(verb)
         if verb == b"CONNECT":
-            given: dict[str, object] = dict(read_json(line.strip()[len(verb) :]))
-            options = {name: given[name] for name in given if name not in _SECRETS}
+            fields: dict[str, object] = dict(read_json(line.strip()[len(verb) :]))
+            options = {name: fields[name] for name in fields if name not in _SECRETS}
             words = [json.dumps({**options, **self._login}).encode()]
         elif num_sizes is not None:
             replies = words[1:-num_sizes]

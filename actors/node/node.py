@@ -1,8 +1,9 @@
-"""The node: runs the actors that the scheduler last asked for, and nothing else.
+"""The node: runs exactly the actors that the scheduler requested last.
 
-A sync names every actor that the node shall run. Missing ones are started, extra ones stopped, and
-running ones left alone, so the scheduler may die, come back and ask again at any time. Actors are
-children that die with the node; a restarted node begins with none and gets them by the next sync.
+A sync names every actor that the node must run. Missing ones are started, extra ones are stopped,
+and running ones stay, so the scheduler may die, return and repeat the request at any time. Actors
+are children that die with the node; a restarted node begins with none and gets them by the next
+sync.
 """
 
 import asyncio
@@ -66,30 +67,28 @@ _PAUSE_S = 0.5
 
 
 def with_job_keys(broker: Broker, start: StartChild) -> StartChild:
-    """Return what starts an actor as `start` does, with a key that the auth service has signed."""
+    """Return a function that starts actors like `start`, with a key from the auth service."""
 
-    async def fetch(wanted: WantedActor) -> Mapping[str, str]:
-        request = JobKeyRequest(
-            user=wanted.user, job=wanted.job, actor=wanted.name, attempt=wanted.attempt
-        )
+    async def fetch(spec: WantedActor) -> Mapping[str, str]:
+        request = JobKeyRequest(user=spec.user, job=spec.job, actor=spec.name, attempt=spec.attempt)
         subject, patience_s = rpc("node", "keys", "job"), _KEY_PATIENCE_S
-        reply = await _ask(broker, subject, request, NewKey, "the auth service", patience_s)
+        reply = await _call_service(
+            broker, subject, request, NewKey, "the auth service", patience_s
+        )
         return {KEY_VARIABLE: reply.secret}
 
     return _starting_with(fetch, start)
 
 
 def with_secrets(broker: Broker, start: StartChild) -> StartChild:
-    """Return what starts an actor as `start` does, with the secrets that are for it."""
+    """Return a function that starts actors like `start`, with their secrets."""
 
-    async def fetch(wanted: WantedActor) -> Mapping[str, str]:
-        if not wanted.secrets:
+    async def fetch(spec: WantedActor) -> Mapping[str, str]:
+        if not spec.secrets:
             return {}
-        request = OpenRequest(
-            user=wanted.user, job=wanted.job, actor=wanted.name, attempt=wanted.attempt
-        )
+        request = OpenRequest(user=spec.user, job=spec.job, actor=spec.name, attempt=spec.attempt)
         subject = rpc("node", "secrets", "open")
-        reply = await _ask(broker, subject, request, OpenedSecrets, "the scheduler")
+        reply = await _call_service(broker, subject, request, OpenedSecrets, "the scheduler")
         return {str(name): value for name, value in reply.values.items()}
 
     return _starting_with(fetch, start)
@@ -98,13 +97,13 @@ def with_secrets(broker: Broker, start: StartChild) -> StartChild:
 def _starting_with(
     fetch: Callable[[WantedActor], Awaitable[Mapping[str, str]]], start: StartChild
 ) -> StartChild:
-    async def start_with(wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
-        return await start(wanted, {**environment, **await fetch(wanted)}, output)
+    async def start_with(spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
+        return await start(spec, {**environment, **await fetch(spec)}, output)
 
     return start_with
 
 
-async def _ask(
+async def _call_service(
     broker: Broker,
     subject: str,
     request: Message,
@@ -112,9 +111,9 @@ async def _ask(
     service: str,
     patience_s: float = 0.0,
 ) -> R:
-    """Ask until `service` answers.
+    """Repeat a request until `service` answers.
 
-    Raises StartFailed while it does not, which is no failure of the actor, and OSError when it
+    Raises StartFailed while it does not, which is not a failure of the actor, and OSError when it
     refuses.
     """
     loop = asyncio.get_running_loop()
@@ -165,10 +164,10 @@ class Node:
         start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
-        """Run nothing yet; with `gpus` each of them is a slot, else there are `slots` CPU shares.
+        """With `gpus` each of them is a slot, else there are `slots` CPU shares.
 
-        `packages` are the versions that its actors compute with; `start` starts an actor in another
-        way than the usual one.
+        `packages` are the versions that its actors compute with; `start` replaces the usual way to
+        start an actor.
         """
         self.name = name
         self._broker = broker
@@ -194,11 +193,11 @@ class Node:
         self._store_made = ""
         self._store_lost: float | None = None
         self.store_seen = False
-        """Whether it has looked at the broker's store since it is connected."""
+        """Whether it has checked the broker's store since it connected."""
         self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
-        """What the node is and runs."""
+        """The node and its actors, as it reports them."""
         gpus = self._gpu_use
         return NodeStatus(
             node=self.name,
@@ -219,7 +218,7 @@ class Node:
         )
 
     async def sync(self, request: NodeSync) -> NodeStatus:
-        """Start and stop actors until exactly the wanted ones run; answers at once.
+        """Start and stop actors until exactly the requested ones run; answers at once.
 
         Raises FencedError for a scheduler that another has replaced.
         """
@@ -229,11 +228,11 @@ class Node:
                 hint="let it wait for its lease",
             )
         self._epoch = request.epoch
-        wanted = {(actor.user, actor.job, actor.name): actor for actor in request.actors}
-        for key in set(self._actors) - set(wanted):
+        specs = {(actor.user, actor.job, actor.name): actor for actor in request.actors}
+        for key in set(self._actors) - set(specs):
             self._remove(key, kill=f"{key[0]}.{key[1]}" in request.kill)
         if not self._draining:
-            for key, actor in wanted.items():
+            for key, actor in specs.items():
                 self._ensure(key, actor)
         return self.status()
 
@@ -244,20 +243,20 @@ class Node:
         else:
             actor.stop(kill=kill)
 
-    def _ensure(self, key: ActorKey, wanted: WantedActor) -> None:
-        """Run the wanted actor; one of an older attempt, or one being stopped, ends first."""
+    def _ensure(self, key: ActorKey, spec: WantedActor) -> None:
+        """Run the actor; one of an older attempt, or one being stopped, ends first."""
         present = self._actors.get(key)
         if present is not None:
-            is_current = present.wanted.attempt == wanted.attempt and not present.stopping
+            is_current = present.spec.attempt == spec.attempt and not present.stopping
             if is_current or not present.ended:
                 if not is_current:
                     present.stop()
                 return
-        self._start(key, wanted)
+        self._start(key, spec)
 
-    def _start(self, key: ActorKey, wanted: WantedActor) -> None:
+    def _start(self, key: ActorKey, spec: WantedActor) -> None:
         assert self._tasks is not None
-        scope = JobScope(wanted.user, wanted.job)
+        scope = JobScope(spec.user, spec.job)
 
         async def send(lines: LogLines) -> None:
             await publish_log(self._broker, scope, lines)
@@ -265,19 +264,19 @@ class Node:
         async def last_beat() -> Presence | None:
             if time.monotonic() - self._recorded > _STORES_S:
                 raise DeadlineError("the broker stores nothing: no heartbeat can be there")
-            entry = await self._beats.get(f"{scope.key}.{wanted.name}")
+            entry = await self._beats.get(f"{scope.key}.{spec.name}")
             return None if entry is None else entry.value
 
         start, gpus = self._start_child, None
-        if self._gpus and max(wanted.devices, default=0) < len(self._gpus):
-            gpus = self._gpus.uuids(wanted.devices)
+        if self._gpus and max(spec.devices, default=0) < len(self._gpus):
+            gpus = self._gpus.uuids(spec.devices)
         elif self._gpus:  # the node was started again with fewer
             start = _refuse_to_start(
-                f"slot {max(wanted.devices)} of node {self.name} was given to it, and the node has "
+                f"slot {max(spec.devices)} of node {self.name} was given to it, and the node has "
                 f"{len(self._gpus)} GPUs by now; resume the job: it is placed anew"
             )
         actor = ActorProcess(
-            wanted,
+            spec,
             start=start,
             nats_url=self._broker.url,
             send=send,
@@ -345,7 +344,7 @@ class Node:
     async def _keep_record(self) -> None:
         """Write the node's record when it changes and every two seconds.
 
-        By its record schedulers find the node, and learn at once what became of an actor.
+        Schedulers find the node by its record, and learn of changes of actors at once.
         """
         while True:
             self._changed.clear()
@@ -364,7 +363,7 @@ class Node:
                     await self._changed.wait()
 
     async def _look_at_store(self) -> None:
-        """Notice, after the broker was away, that it holds no more what it had stored before."""
+        """Notice that the broker lost its store while it was away."""
         if self.store_seen:
             return
         made = str((await stream_info(self._broker, f"KV_{BUCKET_NODES}"))["created"])
@@ -378,7 +377,7 @@ class Node:
         self.store_seen = False
 
     async def _drain(self) -> None:
-        """Stop all actors; what does not end by its deadline is killed by `ActorProcess`."""
+        """Stop all actors; `ActorProcess` kills those that do not end by their deadline."""
         self._draining = True
         self._changed.set()
         for actor in self._actors.values():
@@ -388,7 +387,7 @@ class Node:
                 await asyncio.sleep(0.02)
 
     async def _leave(self) -> None:
-        """Take the record away, so that schedulers need not wait for the silence."""
+        """Remove the record, so schedulers need not wait for missing heartbeats."""
         try:
             await self._records.delete(self.name)
         except TinkermqError as error:
@@ -403,7 +402,7 @@ def _refuse_to_start(why: str) -> StartChild:
 
 
 def _reported(actor: ActorProcess) -> ActorStatus:
-    """Return an actor's status; an end that the node brought about is not the actor's own."""
+    """Return an actor's status; one that the node itself ended has not exited by itself."""
     status = actor.status
     if actor.stopping and status.state in {"running", "exited"}:
         return status.model_copy(update={"state": "restarting"})

@@ -31,25 +31,25 @@ from .children import Child, StartChild, StartFailed
 from .sandbox import StartRefused, actor_environment
 
 # -- the output of an actor ------------------------------------------------------------------------
-# An actor is never held up by its own output: lines wait for the broker in a bounded queue, and
-# when that is full the oldest go. The file keeps them in any case.
+# Output never blocks an actor: lines wait for the broker in a bounded queue, which drops the oldest
+# when it is full. The file has them in any case.
 
 MAX_LINE_BYTES = 16 * 1024
 _MAX_FILE_BYTES = 16 * 2**20
 MAX_WAITING_LINES = 5_000
 TAIL_LINES = 20
 MAX_REASON_CHARS = 1500
-"""Of why an actor ended: the reasons of all actors of a node travel in one message."""
+"""Longest reason of an actor's end: those of all actors of a node travel in one message."""
 _BATCH_LINES = 500
 _BATCH_BYTES = 256 * 1024
-"""Of one message with lines, which any server takes; a single line has less."""
+"""Size of a message with lines, which any server accepts; a single line is shorter."""
 _PIPE_BYTES = 2**20
 """The most that a pipe holds."""
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
-"""Without a message that could be sent: the broker is away."""
+"""Longest wait for a message to be sent: the broker may be away."""
 _WRITE_DEADLINE_S = 30.0
-"""Of the last lines of an actor, which say why it ended: a busy disk takes its time."""
+"""Deadline for writing the last lines of an actor, which tell why it ended, to a busy disk."""
 
 SendLines = Callable[[LogLines], Awaitable[None]]
 T = TypeVar("T")
@@ -80,9 +80,9 @@ class LineSplitter:
 
 
 async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
-    """Pass on all that is written into a pipe, until its other end is closed; closes `pipe`.
+    """Pass on the lines of a pipe until its other end is closed; closes `pipe`.
 
-    What was written before it is cancelled is passed on, too.
+    When cancelled, it passes on what was written before.
     """
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
@@ -109,25 +109,25 @@ def _text(line: bytes) -> str:
 
 
 class ErrorMemory:
-    """Keeps why an actor ended: its last reported error, else the end of its output."""
+    """Remembers why an actor ended: its last reported error, else the end of its output."""
 
     def __init__(self) -> None:
         self._reported = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def note(self, line: str) -> None:
-        """Take one line of output."""
+        """Note a line of output."""
         self._tail.append(line)
         if '"actor_failed"' in line or '"actor_crashed"' in line:
             self._reported = _error_in(line) or self._reported
 
     def forget(self) -> None:
-        """Start afresh, for the next process."""
+        """Forget everything, for the next process."""
         self._reported = ""
         self._tail.clear()
 
     def reason(self, exit_code: int) -> str:
-        """Say why the process ended."""
+        """Return why the process ended."""
         if self._reported:
             return self._reported[:MAX_REASON_CHARS]
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
@@ -154,9 +154,9 @@ def _error_in(line: str) -> str:
 
 
 class LogFile:
-    """A file that is renamed to `<name>.1` once it is full: at most two files' worth is kept.
+    """A log file that is renamed to `<name>.1` when it is full, so at most two files are kept.
 
-    It lies in the folder of a run, where links that jobs make are not followed.
+    It is in the folder of a run, where links that jobs make are not followed.
     """
 
     def __init__(self, run_dir: Path, name: str, max_bytes: int = _MAX_FILE_BYTES) -> None:
@@ -195,10 +195,10 @@ class ActorOutput:
         self._waiting.extend(lines)
 
     async def read(self, pipe: int) -> None:
-        """Take all that one process writes, until the other end is closed; closes `pipe`."""
-        await read_lines(pipe, self._take)
+        """Read the output of one process until the other end is closed; closes `pipe`."""
+        await read_lines(pipe, self._add_lines)
 
-    async def _take(self, lines: list[str]) -> None:
+    async def _add_lines(self, lines: list[str]) -> None:
         self.add(lines)
         if len(self._unwritten) > MAX_WAITING_LINES:
             await self._write()
@@ -210,7 +210,7 @@ class ActorOutput:
             await self._flush()
 
     async def drain(self) -> None:
-        """Write what is left, and send it; a broker that is away is not waited for."""
+        """Write and send the remaining lines; a broker that is away is not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WRITE_DEADLINE_S):
                 await self._write()
@@ -246,7 +246,7 @@ class ActorOutput:
             return True
 
     def _fill(self) -> None:
-        """Take as many lines as one message may hold; text may be longer than what it came from."""
+        """Return as many lines as one message may hold; escaped text is longer than its source."""
         num_bytes = sum(len(line.encode()) for line in self._sending)
         while self._waiting and len(self._sending) < _BATCH_LINES:
             num_bytes += len(self._waiting[0].encode())
@@ -279,14 +279,14 @@ class ActorOutput:
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Let `work` come to its end though its caller is cancelled: the next one waits for it."""
+    """Await `work` to its end even if the caller is cancelled; the next call waits for it."""
     return asyncio.shield(asyncio.create_task(work))
 
 
 # -- when a crashed actor is restarted, and when no more (pure) ------------------------------------
 # An actor is given up if it fails too often within the window, or too often without finishing any
-# work in between, however long that takes: a deadline that passes again and again would otherwise
-# look healthy for ever.
+# work in between, however long that takes: an actor that misses a deadline again and again would
+# otherwise look healthy for ever.
 
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.2
@@ -300,16 +300,16 @@ class Backoff:
         self.max_restarts = max_restarts
         self.num_failures = 0
         self.num_fruitless = 0
-        """Failures in a row of processes that finished no piece of work."""
+        """Failures in a row of processes that did not finish any work."""
         self._recent: list[float] = []
 
     @property
     def is_hasty(self) -> bool:
-        """Whether the failures within the window are too many."""
+        """Return whether there are too many failures within the window."""
         return len(self._recent) > self.max_restarts
 
     def after_failure(self, now: float, *, progress: bool | None = False) -> float | None:
-        """Return the seconds to wait before the next start, or None if there shall be none.
+        """Return the seconds to wait before the next start; None: give up.
 
         `progress`: whether the process had finished some work; None: unknown.
         """
@@ -324,15 +324,15 @@ class Backoff:
 
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0
-"""A grandchild may hold the pipe of a process that has ended."""
+"""How long a pipe is read after its process ended: a grandchild may hold it."""
 SILENCE_REPORTED_S = 30.0
 SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had sent some is restarted."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
-"""What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
+"""Work that holds Python's lock for long, such as writing tens of gigabytes, is not a hang."""
 START_SILENCE_S = 600.0
-"""A process without a first heartbeat may take so long to import what it needs."""
+"""How long a process may import modules before its first heartbeat."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
 """Environment variable of a node: the bound of all its actors, whatever their role."""
 
@@ -341,33 +341,33 @@ ReadBeat = Callable[[], Awaitable[Presence | None]]
 
 
 async def no_beat() -> None:
-    """Know of no heartbeat."""
+    """Return no heartbeat."""
 
 
 def silence_bound() -> float | None:
-    """Return for how many seconds an operator lets an actor be silent; None: as its role may.
+    """Return the operator's bound for an actor without heartbeats, in seconds; None: by its role.
 
-    Raises ConfigError for what is no positive number.
+    Raises ConfigError for a value that is not a positive number.
     """
-    if not (given := os.environ.get(SILENCE_VARIABLE, "")):
+    if not (text := os.environ.get(SILENCE_VARIABLE, "")):
         return None
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise ConfigError(
-            f"${SILENCE_VARIABLE} is {given!r}", hint="give a positive number of seconds"
+            f"${SILENCE_VARIABLE} is {text!r}", hint="give a positive number of seconds"
         )
     return seconds
 
 
 class ActorProcess:
-    """Runs one wanted actor; `run` is the owner's task, `status` the report to the scheduler."""
+    """Runs one actor; `run` is the owner's task, `status` the report to the scheduler."""
 
     def __init__(
         self,
-        wanted: WantedActor,
+        spec: WantedActor,
         *,
         start: StartChild,
         nats_url: str,
@@ -385,22 +385,20 @@ class ActorProcess:
         until it sends its first.
         """
         self._last_beat = last_beat
-        self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
+        self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(spec.role, SILENCE_S)
         self._start_silence_s = max(self._silence_s, start_silence_s)
         self._silence_look_s = silence_look_s
         self._silent_s = 0.0
-        self.wanted = wanted
+        self.spec = spec
         self._changed = changed
         self.stopping = False
         self.ended = False
         self._start_child = start
-        self._environment = actor_environment(wanted, nats_url, gpus)
+        self._environment = actor_environment(spec, nats_url, gpus)
         self._stop_deadline_s = stop_deadline_s
-        self._backoff = Backoff(wanted.max_restarts)
-        name = f"logs/attempt_{wanted.attempt}/{wanted.name}.log"
-        self._output = ActorOutput(
-            wanted.name, wanted.attempt, LogFile(Path(wanted.run_dir), name), send
-        )
+        self._backoff = Backoff(spec.max_restarts)
+        name = f"logs/attempt_{spec.attempt}/{spec.name}.log"
+        self._output = ActorOutput(spec.name, spec.attempt, LogFile(Path(spec.run_dir), name), send)
         self._state: Literal["running", "restarting", "exited", "failed"] = "restarting"
         self._num_starts = 0
         self._started = 0.0
@@ -412,15 +410,15 @@ class ActorProcess:
 
     @property
     def status(self) -> ActorStatus:
-        """What became of the actor so far."""
-        wanted = self.wanted
+        """The state of the actor, as the node reports it."""
+        spec = self.spec
         return ActorStatus(
-            user=wanted.user,
-            job=wanted.job,
-            name=wanted.name,
-            slots=0 if self._state in {"exited", "failed"} else wanted.slots,
-            devices=wanted.devices,
-            attempt=wanted.attempt,
+            user=spec.user,
+            job=spec.job,
+            name=spec.name,
+            slots=0 if self._state in {"exited", "failed"} else spec.slots,
+            devices=spec.devices,
+            attempt=spec.attempt,
             state=self._state,
             exit_code=self._exit_code,
             restarts=max(self._num_starts - 1, 0),
@@ -458,9 +456,9 @@ class ActorProcess:
             self._changed()
 
     async def _progress(self, exit_code: int) -> bool | None:
-        """Whether the process that has ended had finished a piece of work; None: unknown.
+        """Return whether the ended process had finished any work; None: unknown.
 
-        What was ready and then killed from outside may have had nothing to do.
+        A process that was ready and then killed from outside may have had nothing to do.
         """
         if self.stopping or exit_code in (EXIT_DONE, EXIT_DRAINED):
             return None
@@ -484,8 +482,8 @@ class ActorProcess:
         self._changed()
         _log.warning(
             "actor_ended",
-            job=self.wanted.job,
-            child=self.wanted.name,
+            job=self.spec.job,
+            child=self.spec.name,
             exit_code=exit_code,
             restart_in_s=delay_s,
         )
@@ -504,7 +502,7 @@ class ActorProcess:
         return delay_s
 
     def _crashes(self) -> str:
-        """Say how often it failed, and whether it did anything meanwhile."""
+        """Describe how often it failed, and whether it finished any work meanwhile."""
         if self._backoff.is_hasty:
             return f"{self._backoff.num_failures} times"
         return f"{self._backoff.num_fruitless} times in a row without finishing any work"
@@ -520,12 +518,12 @@ class ActorProcess:
         self._started = time.time()
         reading, writing = os.pipe()
         try:
-            process = await self._start_child(self.wanted, self._environment, writing)
+            process = await self._start_child(self.spec, self._environment, writing)
         except Exception as error:  # noqa: BLE001  of one actor: it must not end the node of all
             os.close(reading)
             if not isinstance(error, OSError):
-                _log.exception("actor_not_started", child=self.wanted.name)
-            self._output.add([f"cannot start {self.wanted.name}: {error}"])
+                _log.exception("actor_not_started", child=self.spec.name)
+            self._output.add([f"cannot start {self.spec.name}: {error}"])
             if isinstance(error, StartRefused):
                 return EXIT_FAILED
             return EXIT_DRAINED if isinstance(error, StartFailed) else EXIT_CRASHED
@@ -534,7 +532,7 @@ class ActorProcess:
         self._process = process
         self._state = "running"
         self._changed()
-        _log.info("actor_started", job=self.wanted.job, child=self.wanted.name, pid=process.pid)
+        _log.info("actor_started", job=self.spec.job, child=self.spec.name, pid=process.pid)
         reader = asyncio.create_task(self._output.read(reading))
         try:
             return await self._watch(process)
@@ -545,10 +543,10 @@ class ActorProcess:
                     await reader
 
     async def _watch(self, process: Child) -> int:
-        """Wait for the process's end, ending it when a stop was asked for."""
+        """Wait for the process's end; end it when a stop is requested."""
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
-        silent = asyncio.create_task(self._until_silent(), name=f"beats of {self.wanted.name}")
+        silent = asyncio.create_task(self._until_silent(), name=f"beats of {self.spec.name}")
         try:
             await asyncio.wait({ended, stop, silent}, return_when=asyncio.FIRST_COMPLETED)
             if silent.done() and not ended.done() and not self._stop.is_set():
@@ -567,8 +565,8 @@ class ActorProcess:
     async def _until_silent(self) -> None:
         """Return once a process has sent no heartbeat for too long, or none at all.
 
-        The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
-        new when it is another one: clocks may be set back.
+        The time is counted only while the broker stores, or no heartbeat could be there. A
+        heartbeat is new when it differs: clocks may be set back.
         """
         last: float | None = None
         has_beaten, had_beaten, since = False, False, time.monotonic()
@@ -593,7 +591,7 @@ class ActorProcess:
             report_s = min(SILENCE_REPORTED_S, bound_s / 2) if has_beaten else bound_s / 2
             silent_s = now - since if now - since >= report_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
-                _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
+                _log.warning("actor_silent", child=self.spec.name, silent_s=round(silent_s))
                 self._changed()
             self._silent_s = silent_s
             if silent_s >= bound_s:
@@ -625,7 +623,7 @@ class ActorProcess:
 
 
 def kill_group(pid: int) -> None:
-    """End a child and all that it has started, unless they have ended."""
+    """Kill a child and all that it has started, unless they have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

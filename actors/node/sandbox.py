@@ -58,8 +58,8 @@ from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from, without_tilde
 from .forwarding import URL_VARIABLE, Forwarder
 
-# Module, arguments and environment of an actor. Secrets never stand on a command line: the broker's
-# URL is passed in the environment.
+# Module, arguments and environment of an actor. A command line never has secrets: the broker's URL
+# is passed in the environment.
 
 ENVIRONMENT = {
     "TINKERMQ_LOG_FORMAT": "json",
@@ -69,31 +69,31 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""What every process of the pool gets."""
+"""Variables of every process of the pool."""
 
 
 _MODULES = {"rank": "learner.ranks", "trainer": "tinker", "sampler": "tinker.sampling"}
 """Roles whose module has another name."""
 
 
-def actor_module(wanted: WantedActor) -> str:
-    """Return the module that is run."""
-    return f"tinkermq.actors.{_MODULES.get(wanted.role, wanted.role)}"
+def actor_module(spec: WantedActor) -> str:
+    """Return the module of an actor."""
+    return f"tinkermq.actors.{_MODULES.get(spec.role, spec.role)}"
 
 
-def actor_argv(wanted: WantedActor) -> list[str]:
-    """Return its arguments."""
-    return ["--user", wanted.user, "--job", wanted.job, "--name", wanted.name]
+def actor_argv(spec: WantedActor) -> list[str]:
+    """Return the arguments of an actor."""
+    return ["--user", spec.user, "--job", spec.job, "--name", spec.name]
 
 
 def actor_environment(
-    wanted: WantedActor, nats_url: str, gpus: Sequence[str] | None = None
+    spec: WantedActor, nats_url: str, gpus: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """Return what is laid over the node's environment; threads are set before torch.
+    """Return variables to add to the node's environment; threads are set before torch.
 
     `gpus` are the UUIDs of the GPUs that the actor sees; None for a node without any.
     """
-    threads = str(wanted.threads)
+    threads = str(spec.threads)
     seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
     return {
         **seen,
@@ -117,7 +117,7 @@ _ETC_OF_NETWORK = ("hosts", "resolv.conf")
 _ROOMS = ("actors", "broker", "clients", "envs", "schemas")
 _OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
 _WHO = {"USER": "nobody", "LOGNAME": "nobody"}
-"""Its number stands in no list of users."""
+"""The sandbox's user id is not in /etc/passwd."""
 _OF_LEARNERS = frozenset(
     {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"}
     | {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TINKERMQ_LOG_FORMAT", "MLFLOW_TRACKING_URI"}
@@ -127,25 +127,25 @@ _NEEDS_NETWORK = frozenset(
     {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
     | {"MLFLOW_TRACKING_URI", CA_VARIABLE}
 )
-"""Of no use without one, and they may hold passwords."""
+"""Variables that are useless without a network, and may hold passwords."""
 _COPIES = ("fork", "adapters", "models")
-"""Folders of a run that the scheduler makes, and other actors read."""
+"""Folders of a run that the scheduler makes and other actors read."""
 _PAUSE_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Of a machine or its network, not of rights."""
+"""Errors of a machine or its network, not of rights: a second try may help."""
 
 
 class PathRefused(SandboxError):
-    """What a job names may not be shown to what runs for it: no second try changes that."""
+    """A path that a job names may not be shown to its processes; a second try does not help."""
 
 
 class StartRefused(OSError):
-    """An actor may not be started as its job asks for it: no second try changes that."""
+    """An actor may not be started as its job requests it; a second try does not help."""
 
     @classmethod
     def of(cls, error: TinkermqError) -> "StartRefused":
-        """Say it as the error does."""
+        """Return the refusal with the message of an error."""
         return cls(f"{error.message}; {error.hint}")
 
 
@@ -161,7 +161,7 @@ class SandboxedActor:
         self.pid = process.pid
 
     async def wait(self) -> int:
-        """Wait for its end, and that of the code that it has had run; return its exit code."""
+        """Wait for its end, and that of the code that it ran; return its exit code."""
         try:
             return await self._process.ended()
         finally:
@@ -184,32 +184,32 @@ class SandboxStarter:
     async def start(
         self,
         command: Sequence[str],
-        wanted: WantedActor,
+        spec: WantedActor,
         environment: Mapping[str, str],
         output: int,
     ) -> SandboxedActor:
         """Start the program of an actor, whose output goes to a descriptor.
 
-        Raises OSError where there can be no sandbox, with the remedy, and StartRefused where it may
-        not be shown what its job names.
+        Raises OSError, with the remedy, where sandboxes are not possible, and StartRefused where it
+        may not see a path that its job names.
         """
-        learns, shares = wanted.own_code is not None, _shares_network(wanted)
+        learns, shares = spec.own_code is not None, _shares_network(spec)
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
         interpreters = InterpreterSocket(_allowed(os.environ), has_network=shares)
         handles = _Handles()
         forwarder: Forwarder | None = None
         try:
-            given = {**environment}
+            extra = {**environment}
             url = "" if shares else environment.get(URL_VARIABLE, "")
             forwarder = Forwarder(url, environment.get(KEY_VARIABLE, ""))
             if not shares:
                 variables = {n: v for n, v in variables.items() if n not in _NEEDS_NETWORK}
-                given |= forwarder.environment()
+                extra |= forwarder.environment()
                 own = ("localhost", socket.gethostname().lower())
                 interpreters.hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in own))
-            program = Program(command, environment={**variables, **given})
+            program = Program(command, environment={**variables, **extra})
             sandbox = await asyncio.to_thread(
-                self._proven_sandbox, wanted, interpreters, forwarder, handles
+                self._proven_sandbox, spec, interpreters, forwarder, handles
             )
             process = await start_in_thread(sandbox, program, stdout=output, stderr=output)
             forwarder.serve(process.sockets)
@@ -228,14 +228,14 @@ class SandboxStarter:
 
     def _proven_sandbox(
         self,
-        wanted: WantedActor,
+        spec: WantedActor,
         interpreters: "InterpreterSocket",
         forwarder: Forwarder,
         handles: "_Handles",
     ) -> Sandbox:
-        """Return the sandbox of an actor; the first of a kind has to pass its self-test."""
-        kind = wanted.own_code is not None, _shares_network(wanted)
-        sandbox = actor_sandbox(wanted, interpreters, forwarder, handles)
+        """Return the sandbox of an actor; the first of a kind must pass its self-test."""
+        kind = spec.own_code is not None, _shares_network(spec)
+        sandbox = actor_sandbox(spec, interpreters, forwarder, handles)
         if kind not in self._proven:
             prove(sandbox)
             self._proven.add(kind)
@@ -243,16 +243,16 @@ class SandboxStarter:
 
 
 def actor_sandbox(
-    wanted: WantedActor,
+    spec: WantedActor,
     interpreters: "InterpreterSocket",
     forwarder: Forwarder,
     handles: "_Handles",
 ) -> Sandbox:
     """Return the sandbox of an actor; disks may be slow. Raises SandboxError."""
-    learns, shares = wanted.own_code is not None, _shares_network(wanted)
+    learns, shares = spec.own_code is not None, _shares_network(spec)
     shown = [*_python(), *_named(FOLDERS_VARIABLE)]
-    _refuse_runs(shown, Path(wanted.run_dir))
-    data = _read_by_learner(wanted, handles) if learns else _data_files(wanted)
+    _refuse_runs(shown, Path(spec.run_dir))
+    data = _read_by_learner(spec, handles) if learns else _data_files(spec)
     if authority := os.environ.get(CA_VARIABLE):
         shown.append(Path(authority))
     if unprivileged_user() is not None and not learns:
@@ -269,7 +269,7 @@ def actor_sandbox(
             *etc_mounts(etc),
             *(readable(path, is_optional=True) for path in sorted(set(shown))),
             *(readable(path, place, is_optional=True) for path, place in data.items()),
-            *(_run_folder(Path(wanted.run_dir), handles) if learns else ()),
+            *(_run_folder(Path(spec.run_dir), handles) if learns else ()),
             *(_devices() if learns else ()),
             writable(SOCKET, interpreters.path),
             *(() if shares else (readable("/etc/hosts", interpreters.hosts),)),
@@ -287,7 +287,7 @@ def actor_sandbox(
 
 
 def _working_folder() -> Path:
-    """Return where an actor starts: where its node did, or, if that folder is gone, at home."""
+    """Return the working folder of an actor: the node's, or the home folder if that is gone."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -300,13 +300,13 @@ def _devices() -> Iterator[Mount]:
         yield Mount("device", str(device), str(device), is_optional=True)
 
 
-def _shares_network(wanted: WantedActor) -> bool:
-    """Whether a program has the network of the node, and not only a way to the broker."""
-    return wanted.own_code is None or wanted.own_network
+def _shares_network(spec: WantedActor) -> bool:
+    """Return whether a program has the network of the node, not only a way to the broker."""
+    return spec.own_code is None or spec.own_network
 
 
 def _python() -> list[Path]:
-    """Return where the interpreter, its packages and this project lie."""
+    """Return the folders of the interpreter, its packages and this project."""
     root = Path(__file__).resolve().parents[2]
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [
@@ -317,43 +317,41 @@ def _python() -> list[Path]:
     ]
 
 
-def check_programs(wanted: WantedActor) -> None:
-    """Look at what a host of agent programs reads; it is in no sandbox itself.
+def check_programs(spec: WantedActor) -> None:
+    """Check the files of a host of agent programs, which is not in a sandbox itself.
 
-    It runs no code of the job's owner, and each of its programs has a sandbox. What it shows
-    to them, and its data, may be no more than a hosted game would see. Raises PathRefused.
+    It does not run code of the job's owner, and each of its programs has a sandbox. It may show
+    them, and read, only what a hosted game would see. Raises PathRefused.
     """
-    _data_files(wanted)
-    roots = [Path(root) for root in wanted.output_roots]
+    _data_files(spec)
+    roots = [Path(root) for root in spec.output_roots]
     named = [item.resolve() for item in (*_python(), *_named(FOLDERS_VARIABLE))]
-    for folder in wanted.programs or []:
+    for folder in spec.programs or []:
         path = without_tilde(folder.replace("\0", "?")).resolve()
         is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
-            path, wanted.user, roots
+            path, spec.user, roots
         )
         if not is_own and not any(path.is_relative_to(item) for item in named):
             raise PathRefused(
-                f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
+                f"agent programs of user {spec.user!r} may not be shown {folder!r}",
                 hint="name a folder in a run of theirs, or let the operator name it in "
                 f"${FOLDERS_VARIABLE} of the nodes",
             )
 
 
-def _data_files(wanted: WantedActor) -> dict[Path, Path]:
-    """Return where the data files of a job lie, links followed, by the names that it gives them.
+def _data_files(spec: WantedActor) -> dict[Path, Path]:
+    """Return the real paths of a job's data files, by the paths that it names.
 
-    Both must be names of datasets: a game must not be shown whatever its owner calls data, nor, by
-    a link, what lies in another user's run.
+    Both must be names of datasets: a game must not see any file that its owner calls data, nor,
+    through a link, a file of another user's run.
     """
-    roots = [Path(root) for root in wanted.output_roots]
-    named = {path.absolute() for path in map(without_tilde, wanted.reads) if path.is_file()}
+    roots = [Path(root) for root in spec.output_roots]
+    named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
     places = {path: path.resolve() for path in named if is_dataset_name(path)}
     for path, place in places.items():
-        if place != path and (
-            not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
-        ):
+        if place != path and (not is_dataset_name(place) or is_of_another(place, spec.user, roots)):
             raise PathRefused(
-                f"{path} leads to {place}, which is no dataset of user {wanted.user!r}",
+                f"{path} leads to {place}, which is not a dataset of user {spec.user!r}",
                 hint="name the file itself, or copy it",
             )
     return places
@@ -362,8 +360,8 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
 class _Handles:
     """Files and folders that are held open until bubblewrap has them, and their names for it.
 
-    What is opened without following a link is what bubblewrap shows, whatever is done to the path
-    in between.
+    bubblewrap shows what was opened without following a link, whatever happens to the path in
+    between.
     """
 
     def __init__(self) -> None:
@@ -413,22 +411,22 @@ def _opened(root: Path, path: Path, handles: _Handles) -> Path:
         ) from error
 
 
-def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]:
-    """Return models and data of a learner, held open, by the names that it has for them.
+def _read_by_learner(spec: WantedActor, handles: _Handles) -> dict[Path, Path]:
+    """Return models and data of a learner, held open, by the paths that it uses for them.
 
     Each must lie, links followed, where the operator's folders or the user's own let it, and is
     opened from there without following one: a writer of a folder may have made it a link
     since the job was accepted. Raises PathRefused.
     """
-    roots = [Path(root) for root in wanted.output_roots]
-    named = map(without_tilde, wanted.own_code or [])
+    roots = [Path(root) for root in spec.output_roots]
+    named = map(without_tilde, spec.own_code or [])
     places: dict[Path, Path] = {}
     for path in sorted({path.absolute() for path in named if path.exists()}):
         place = path.resolve()
-        root = shown_from(place, wanted.user, roots)
+        root = shown_from(place, spec.user, roots)
         if root is None:
             raise PathRefused(
-                f"functions of user {wanted.user!r} may not be shown {path}",
+                f"functions of user {spec.user!r} may not be shown {path}",
                 hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
                 "nodes, or name a model or data in a run of your own",
             )
@@ -448,7 +446,7 @@ def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[s
 
 
 def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
-    """Raise PathRefused if what every game may see holds the runs of all."""
+    """Raise PathRefused if a folder that every game may see contains the runs of all users."""
     for folder in folders:
         if run_dir.resolve().is_relative_to(folder.resolve()):
             raise PathRefused(
@@ -459,7 +457,7 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise PathRefused for what only root may read: the game runs as another user."""
+    """Raise PathRefused for files that only root may read: the game runs as another user."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
@@ -470,7 +468,7 @@ def _refuse_unreadable(paths: Iterable[Path]) -> None:
 
 
 class InterpreterSocket:
-    """Where an actor in a sandbox has code of a model run, outside of its sandbox.
+    """Runs code of a model for an actor in a sandbox, outside of that sandbox.
 
     The server starts with the first connection, and again if it ends.
     """
@@ -478,8 +476,8 @@ class InterpreterSocket:
     def __init__(self, environment: Mapping[str, str], *, has_network: bool) -> None:
         """Listen from now on; `environment` is that of the server.
 
-        Programs for an actor that `has_network` may have one. Raises OSError where no socket can
-        be made, with what is to be done.
+        Programs of an actor that `has_network` may have a network. Raises OSError, with the remedy,
+        where a socket cannot be made.
         """
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
@@ -498,7 +496,7 @@ class InterpreterSocket:
         self._task.add_done_callback(lambda _: self._listening.close())
 
     async def close(self) -> None:
-        """Listen no more, and end every program."""
+        """Stop listening, and end every program."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -506,7 +504,7 @@ class InterpreterSocket:
 
     async def _serve(self) -> None:
         while True:
-            await self._asked()
+            await self._wait_for_connection()
             server = await self._start()
             try:
                 exit_code = await server.wait()
@@ -517,12 +515,12 @@ class InterpreterSocket:
             _log.warning("sandbox_server_ended", exit_code=exit_code, restart_in_s=_PAUSE_S)
             await asyncio.sleep(_PAUSE_S)
 
-    async def _asked(self) -> None:
+    async def _wait_for_connection(self) -> None:
         """Wait until the game connects."""
-        asked, loop = asyncio.Event(), asyncio.get_running_loop()
-        loop.add_reader(self._listening, asked.set)
+        connecting, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self._listening, connecting.set)
         try:
-            await asked.wait()
+            await connecting.wait()
         finally:
             loop.remove_reader(self._listening)
 

@@ -157,7 +157,7 @@ class GrammarCompiler:
                     f"{len(self._running)} output formats are being compiled",
                     hint="ask again later",
                 )
-            running = self._aside(lambda: self.compile_here(text))
+            running = self._submit(lambda: self.compile_here(text))
             self._running[text] = running
             running.add_done_callback(lambda done: self._ended(text, done))
         done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
@@ -168,16 +168,16 @@ class GrammarCompiler:
             )
         return running.result()
 
-    async def aside(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
         """Call a function in the compiling thread; raises DeadlineError if that takes too long."""
-        running = self._aside(work)
+        running = self._submit(work)
         done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
         if not done:
             running.add_done_callback(lambda late: late.cancelled() or late.exception())
             raise DeadlineError("the compiler of output formats is busy", hint="ask again later")
         return running.result()
 
-    def _aside(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+    def _submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -331,7 +331,7 @@ class OutputGrammars:
         try:
             return await self._compiler.compile(text)
         except ConfigError as error:
-            if place := await self._compiler.aside(lambda: _unsupported(form, tools)):
+            if place := await self._compiler.in_thread(lambda: _unsupported(form, tools)):
                 raise ConfigError(f"{error.message} (at {place})", hint=error.hint) from error
             raise
 

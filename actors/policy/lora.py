@@ -223,7 +223,7 @@ def check_base(model: "nn.Module", folder: str | Path) -> None:
             )
 
 
-def beside(model: "PreTrainedModel") -> "PreTrainedModel":
+def share_weights(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return another model that shares the weights, for an adapter of its own."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})

@@ -15,7 +15,7 @@ from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
-from .lora import add_adapter, beside, merge, refuse_unmatched, untie
+from .lora import add_adapter, merge, refuse_unmatched, share_weights, untie
 
 if TYPE_CHECKING:
     import torch
@@ -381,7 +381,7 @@ def load_policy(
     """
     begins_with = path if is_adapter(path) and lora.rank else None
     model = (
-        beside(base)
+        share_weights(base)
         if base is not None
         else load_causal_lm(
             base_of(path) if begins_with else path,

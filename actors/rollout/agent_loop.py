@@ -141,7 +141,7 @@ class AgentLoop:
         With a new `transcript` the caller can follow the episode token by token. `recorder` stores
         the episode, which continues from what is stored already.
 
-        Raises EpisodeFailed with the boundary to blame if there is no trajectory, NoTurn for a role
+        Raises EpisodeFailed with the boundary to blame if the episode fails, NoTurn for a role
         without a turn, and Fenced if another generator has taken the episode over.
         """
         recorder = recorder or EpisodeRecorder()

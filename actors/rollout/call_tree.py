@@ -555,7 +555,7 @@ def _before(call: ModelCall) -> list[ModelCall]:
 def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]:
     """Map each trained call to the next one; `end` is the last one of the main row.
 
-    The next call always ended later, so there is no cycle.
+    The next call always ended later, so cycles are impossible.
     """
     continued: dict[int, list[ModelCall]] = {}
     for call in tree.calls:

@@ -63,7 +63,7 @@ def archive_of(run_dir: str, job: str) -> Path:
     return Path(run_dir).parent / _ARCHIVES / job
 
 
-def _beside(run_dir: str) -> Folder:
+def _parent_of(run_dir: str) -> Folder:
     """Open the parent of a run's folder, which may be a link."""
     return Folder(Path(run_dir).parent.resolve())
 
@@ -78,7 +78,7 @@ def begin_archive(run_dir: str, job: str) -> Path:
             f"the run folder {run_dir!r}, beside which archives are stored, does not exist",
             hint="check that the scheduler reaches that disk, or delete the run",
         )
-    with _beside(run_dir) as above, above.folder(_ARCHIVES, make=True) as archives:
+    with _parent_of(run_dir) as above, above.folder(_ARCHIVES, make=True) as archives:
         archives.remove(job)
         archives.folder(job, make=True).close()
     folder = archive_of(run_dir, job)
@@ -114,7 +114,7 @@ def is_archive(run_dir: str, job: str, digest: str) -> bool:
 
 def drop_archive(run_dir: str, job: str) -> None:
     """Remove the archive of a job, if there is one."""
-    with contextlib.suppress(FileNotFoundError), _beside(run_dir) as above:
+    with contextlib.suppress(FileNotFoundError), _parent_of(run_dir) as above:
         above.remove(f"{_ARCHIVES}/{job}")
         if not above.entries(_ARCHIVES):
             above.remove(_ARCHIVES)
@@ -156,7 +156,7 @@ def remove_run_folder(run_dir: str, job: str) -> None:
     if not place.is_absolute() or len(place.parts) < _FEWEST_PARTS or ".." in place.parts:
         raise StorageError(f"{run_dir!r} is not a folder of a run", hint="remove it by hand")
     removed = f".{place.name}.deleted-{job}"
-    with contextlib.suppress(FileNotFoundError), _beside(run_dir) as above:
+    with contextlib.suppress(FileNotFoundError), _parent_of(run_dir) as above:
         above.remove(removed)
         with contextlib.suppress(FileNotFoundError):
             above.rename(place.name, removed)

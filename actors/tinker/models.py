@@ -234,7 +234,7 @@ class Models:
         assert operation is not None
         return chosen, operation
 
-    def beside(
+    def find_pass_mates(
         self,
         model: TrainedModel,
         is_admissible: Callable[[TrainedModel], bool] = lambda _: True,

@@ -133,7 +133,7 @@ _NO_ROOM_S = 0.05
 """Pause before checking again for room in memory for a waiting model."""
 _FULL_S = 1.0
 """Pause after a write to a full disk."""
-_MOST_BESIDE = 32
+_MAX_MATES = 32
 """Models considered for sharing a pass with another."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -233,8 +233,8 @@ class Worker:
         turn = Turn(model, operation, await self._past_companies(model, operation))
         others: list[Turn] = []
         if self._mixed and operation.kind == "forward_backward":
-            beside = self._models.beside(model, self.cache.find_admissible())[:_MOST_BESIDE]
-            others = [Turn(*item, await self._past_companies(*item)) for item in beside]
+            mates = self._models.find_pass_mates(model, self.cache.find_admissible())[:_MAX_MATES]
+            others = [Turn(*item, await self._past_companies(*item)) for item in mates]
         try:
             done = await self._in_thread(partial(self._pieces.do, turn, others))
         except StorageError as error:  # no model can be written to disk, so memory stays full

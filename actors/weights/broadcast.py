@@ -1,13 +1,13 @@
-"""Weights from memory to memory: the learner sends versions in rounds to the receivers that ask.
+"""The transport `nccl`: the learner sends versions in rounds to the receivers that request them.
 
-A receiver asks the learner for a place in a round, joins the group, and receives. It is any process
-that opens the weights of a job: generators, evaluators, inference servers. It stays in its group
-until the learner names another.
+A receiver requests a place in a round from the learner, joins the group, and receives. It is any
+process that opens the weights of a job: generators, evaluators, inference servers. It stays in its
+group until the learner names another.
 
-The learner holds the versions that are published. The newest two lie in memory, a third while it is
-published. Older ones that somebody needs, and all that must outlive this process, are files in the
-run folder; the rest a restarted learner publishes anew, as it trains from its checkpoint on.
-Between the rounds nothing runs; within one a thread sends, and whoever asks meanwhile has the next.
+The learner holds the published versions. The newest two are in memory, and a third while it is
+published. Older ones that are needed, and all that must outlive this process, are files in the run
+folder; a restarted learner publishes the others again as it trains from its checkpoint on. Nothing
+runs between rounds. During a round a thread sends, and requests wait for the next round.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ from .tensors import Payload, fingerprint
 # -- receiver --------------------------------------------------------------------------------------
 
 _JOIN_S = 60.0
-"""How long a receiver waits for its place; a learner in the middle of a round lets it wait."""
+"""How long a receiver waits for its place; a learner in the middle of a round answers later."""
 _TRIES = 4
 _PAUSE_S = 0.5
 _log = structlog.get_logger()
@@ -76,7 +76,8 @@ class BroadcastReceiver:
     ) -> None:
         """Receive into the memory of `device`, by default the CPU, or by another `member`.
 
-        A learner that is away, or has not trained so far again, is waited for for `patience_s`.
+        `patience_s` bounds the wait for a learner that is away, or has not reached the version
+        again.
         """
         self._broker = broker
         self.scope = scope
@@ -102,7 +103,7 @@ class BroadcastReceiver:
     ) -> Payload | None:
         """Have the member receive a version; return what it returns.
 
-        `ready` is awaited each time that a group stands, before the first byte comes. Raises what
+        `ready` is awaited whenever a group is formed, before the first byte arrives. Raises what
         `get` raises.
         """
         async with self._receiving:
@@ -124,13 +125,13 @@ class BroadcastReceiver:
         ) from failure
 
     async def _place(self, manifest: Manifest) -> Round:
-        """Ask for a place until the learner has one: it may be away, or not so far again."""
+        """Request a place until the learner has one: it may be away, or not at the version yet."""
         deadline = self._broker.clock() + self._patience_s
         waits_for = "the learner"
         while self._broker.clock() < deadline:
             try:
                 place = await self._request_round(manifest)
-            except (NotFoundError, DeadlineError) as error:  # it was not the learner who said so
+            except (NotFoundError, DeadlineError) as error:  # not an answer of the learner
                 waits_for = error.message
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -176,7 +177,7 @@ class BroadcastReceiver:
         )
 
     def close(self) -> None:
-        """Leave the group; the learner need not be told."""
+        """Leave the group, without notice to the learner."""
         self._forget()
 
     def _forget(self) -> None:
@@ -188,10 +189,10 @@ class BroadcastReceiver:
 
 _IN_MEMORY = 2
 _WINDOW_S = 0.2
-"""How long a round waits for others to ask; not at all once all of the last one have."""
+"""How long a round waits for further requests; not when all of the last round have asked."""
 _CONNECTED_S = 60.0
 _GROUPS_PER_STORE = 1000
-"""A place to meet remembers all groups that met there, so it is given up after so many."""
+"""A TCPStore remembers all groups that met there, so it is replaced after so many."""
 
 
 class _Held(NamedTuple):
@@ -205,13 +206,13 @@ class _Asker:
     request: JoinRound
     place: asyncio.Future[Round]
     until: float
-    """When it will have given up, in the loop's time."""
+    """When the request expires, in the loop's time."""
 
 
 Route = Literal["cpu", "cuda", "ipc"]
 
 
-class _Wanted(NamedTuple):
+class _Target(NamedTuple):
     location: str
     num_bytes: int
     device: Route
@@ -226,7 +227,7 @@ class _Last:
 
 
 class Sender:
-    """Holds payloads, and sends each to those who ask for it."""
+    """Holds payloads, and sends each to the receivers that request it."""
 
     def __init__(
         self,
@@ -248,7 +249,7 @@ class Sender:
         self._meet_s = meet_s
         self._newest = -1
         self._held: dict[str, _Held] = {}
-        self._waiting: dict[_Wanted, dict[str, _Asker]] = {}
+        self._waiting: dict[_Target, dict[str, _Asker]] = {}
         self._requested = asyncio.Event()
         self._address = ""
         self._store: Store | None = None
@@ -262,7 +263,7 @@ class Sender:
     ) -> tuple[str, str]:
         """Hold a payload; return its location and digest. Raises StorageError.
 
-        One that is all of an array, and read-only, is held as it is, of any other a copy.
+        Views of one whole, read-only array are held as they are, others are copied.
         """
         pinned = self._device.type == "cuda"  # its GPU then copies at the speed of its bus
         payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
@@ -277,7 +278,7 @@ class Sender:
         return location, digest
 
     async def holds(self, location: str) -> bool:
-        """Whether a payload is in memory, or a file."""
+        """Return whether a payload is in memory, or a file."""
         return location in self._held or await asyncio.to_thread(self._file(location).is_file)
 
     async def secure(self, locations: Iterable[str]) -> None:
@@ -295,13 +296,13 @@ class Sender:
     def _file(self, location: str) -> Path:
         return self._folder / f"{location}.safetensors"
 
-    async def _payload(self, wanted: _Wanted) -> Tensor:
+    async def _payload(self, target: _Target) -> Tensor:
         """Return uint8[N] in the machine's memory. Raises NotFoundError, StorageError."""
-        held = self._held.get(wanted.location)
+        held = self._held.get(target.location)
         if held is not None:
             return held.payload
-        file = self._file(wanted.location)
-        _, payload = await asyncio.to_thread(read_file, file, wanted.num_bytes)
+        file = self._file(target.location)
+        _, payload = await asyncio.to_thread(read_file, file, target.num_bytes)
         return torch.as_tensor(np.frombuffer(payload, np.uint8))
 
     # Rounds -----------------------------------------------------------------------------------
@@ -315,22 +316,22 @@ class Sender:
         await service.endpoint("weights", self._scope.weights_join, JoinRound, self._join)
 
     async def serve(self) -> None:
-        """Send to those who ask, one round after the other, for ever."""
+        """Answer requests, one round after the other, for ever."""
         assert self._store is not None  # it was opened
         try:
             while True:
                 await self._wait_for_requests()
-                wanted = next(iter(self._waiting))
-                await self._window(wanted)
-                await self._round(wanted, self._waiting.pop(wanted), self._store)
+                target = next(iter(self._waiting))
+                await self._window(target)
+                await self._round(target, self._waiting.pop(target), self._store)
                 if self._num_groups >= _GROUPS_PER_STORE:
-                    await self._move_on()
+                    await self._replace_store()
         finally:
             for device in list(self._last):
                 self._leave(device)
 
-    async def _move_on(self) -> None:
-        """Open another place to meet; receivers connect to it as to that of a new learner."""
+    async def _replace_store(self) -> None:
+        """Open another TCPStore; receivers connect to it as to that of a new learner."""
         self._store = await asyncio.to_thread(open_store, self._address)
         self._num_groups = 0
         waiting, self._waiting = self._waiting, {}
@@ -338,8 +339,8 @@ class Sender:
             asker.place.set_result(self._answer("connect", self._store))
 
     async def _join(self, request: JoinRound) -> Round:
-        """Give a receiver a place in the next round of what it asks for."""
-        assert self._store is not None  # it listens only then
+        """Give a receiver a place in the next round of the version that it requests."""
+        assert self._store is not None  # requests are served only then
         if request.port != self._store.port:
             return self._answer("connect", self._store)
         if not await self.holds(request.location):
@@ -348,9 +349,9 @@ class Sender:
         device = route(self._gpu, request.gpus) if request.device == "cuda" else "cpu"
         loop = asyncio.get_running_loop()
         asker = _Asker(request, loop.create_future(), loop.time() + _JOIN_S)
-        wanted = _Wanted(request.location, request.num_bytes, device)
-        askers = self._waiting.setdefault(wanted, {})
-        if request.receiver in askers:  # it has given up that request
+        target = _Target(request.location, request.num_bytes, device)
+        askers = self._waiting.setdefault(target, {})
+        if request.receiver in askers:  # its previous request has expired
             askers[request.receiver].place.set_result(self._answer("later", self._store))
         askers[request.receiver] = asker
         self._requested.set()
@@ -364,11 +365,11 @@ class Sender:
             self._requested.clear()
             await self._requested.wait()
 
-    async def _window(self, wanted: _Wanted) -> None:
-        """Wait a moment for others who want the same, or until all of the last round have asked."""
+    async def _window(self, target: _Target) -> None:
+        """Wait briefly for further requests, or until all of the last round have asked."""
         loop = asyncio.get_running_loop()
-        last, opened = self._last.get(wanted.device), loop.time()
-        while last is None or not set(last.members) <= set(self._waiting[wanted]):
+        last, opened = self._last.get(target.device), loop.time()
+        while last is None or not set(last.members) <= set(self._waiting[target]):
             left_s = opened + self._window_s - loop.time()
             if left_s <= 0:
                 return
@@ -377,33 +378,33 @@ class Sender:
                 async with asyncio.timeout(left_s):
                     await self._requested.wait()
 
-    async def _round(self, wanted: _Wanted, waiting: Mapping[str, _Asker], store: Store) -> None:
-        """Send to those who asked; whom it does not reach asks again."""
+    async def _round(self, target: _Target, waiting: Mapping[str, _Asker], store: Store) -> None:
+        """Send a version to the receivers; one that it does not reach requests it again."""
         now = asyncio.get_running_loop().time()
         askers = {name: entry for name, entry in waiting.items() if entry.until > now}
         for late in waiting.keys() - askers.keys():
             waiting[late].place.set_result(self._answer("later", store))
-        if wanted.device == "cuda":
+        if target.device == "cuda":
             askers, others = _apart(askers)
             if others:
-                self._waiting.setdefault(wanted, {}).update(others)
+                self._waiting.setdefault(target, {}).update(others)
         if not askers:
             return
         try:
-            payload = await self._payload(wanted)
-        except NotFoundError:  # since they asked
+            payload = await self._payload(target)
+        except NotFoundError:  # removed since the request
             for asker in askers.values():
                 asker.place.set_result(self._answer("removed", store))
             return
         try:
-            group = await self._group(askers, wanted.device, store)
-            await in_daemon_thread(lambda: group.send(payload), f"weights {wanted.location}")
+            group = await self._group(askers, target.device, store)
+            await in_daemon_thread(lambda: group.send(payload), f"weights {target.location}")
         except (ProcessGroupFailed, TimeoutError) as error:
             _log.warning("weights_round_failed", members=len(askers), error=str(error))
-            self._leave(wanted.device)
+            self._leave(target.device)
 
     async def _group(self, askers: Mapping[str, _Asker], device: Route, store: Store) -> Group:
-        """Tell the askers their places and return their group: the last one, or another."""
+        """Answer with places and return the group: that of the last round, or a new one."""
         last = self._last.get(device)
         again = last is not None and _are_all_of(last, askers)
         members = last.members if last and again else list(askers)
@@ -440,16 +441,16 @@ class Sender:
 
 
 def _are_all_of(last: _Last, askers: Mapping[str, _Asker]) -> bool:
-    """Whether exactly the members of a group ask, and none has left it."""
+    """Return whether exactly the members of a group ask, and none has left it."""
     stayed = {name for name, asker in askers.items() if asker.request.group == last.group.name}
     return stayed == set(askers) == set(last.members)
 
 
 def route(own: str, gpus: Sequence[str]) -> Route:
-    """Return how a receiver on these GPUs is reached from one, by their UUIDs.
+    """Return how a receiver on `gpus` is reached from the GPU `own`, all by their UUIDs.
 
-    NCCL refuses two ranks on one GPU: who computes where the learner does, and nowhere else, maps
-    its memory, and who computes there and elsewhere is sent to main memory.
+    NCCL refuses two ranks on one GPU. So a receiver on the learner's GPU alone maps its memory, and
+    one on that GPU and others is sent to main memory.
     """
     if not own or not gpus:
         return "cpu"
@@ -459,19 +460,19 @@ def route(own: str, gpus: Sequence[str]) -> Route:
 
 
 def _apart(askers: Mapping[str, _Asker]) -> tuple[dict[str, _Asker], dict[str, _Asker]]:
-    """Divide receivers into those that share no GPU with each other, and the rest."""
-    taken: set[str] = set()
+    """Divide receivers into those that do not share a GPU with each other, and the rest."""
+    used: set[str] = set()
     now: dict[str, _Asker] = {}
     for name, asker in askers.items():
         gpus = set(asker.request.gpus)
-        if not gpus & taken:
+        if not gpus & used:
             now[name] = asker
-            taken |= gpus
+            used |= gpus
     return now, {name: asker for name, asker in askers.items() if name not in now}
 
 
 def _held_or_copied(views: Sequence[memoryview], *, pinned: bool) -> Tensor:
-    """Return the bytes of views: their array itself where they are all of one, else a copy."""
+    """Return the bytes of views: their array if they are all of it, else a copy."""
     size = sum(len(view) for view in views)
     whole = views[0].obj if views else None
     is_whole = all(view.obj is whole and view.readonly for view in views)

@@ -1,14 +1,11 @@
-"""Groups of a learner and those that receive its weights, and their members; most of it blocks.
+"""Groups of a learner and the receivers of its weights, and their members; most of it blocks.
 
-A process group is no default group of torch.distributed, of which a process has one that cannot
-change: it is made by itself, so that a process is in as many as it likes, one after the other. Its
-members meet through a TCPStore on the learner, which listens on the one address by which the
-learner's machine reaches the broker; only when all are there do they connect to each other, so one
-that is missing costs a deadline and no half-made communicator.
+The groups are not the default group of torch.distributed, of which a process has one that cannot
+change: a process may be in one after the other. Members meet through a TCPStore of the learner,
+which listens on the address by which the learner's machine reaches the broker. They connect to each
+other only when all are there, so a missing one costs a deadline, not a half-made communicator.
 """
 
-# torch leaves its stores out of `__all__`.
-# pyright: reportPrivateImportUsage=false
 # torch leaves some of its methods untyped, and its stores out of `__all__`.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -43,19 +40,19 @@ from .shared_memory import MEMORY_FOLDER
 from .tensors import PART_BYTES, Payload, fingerprint
 
 MEET_S = 20.0
-"""A member that is not there after so long is done without."""
+"""A group is given up when a member is not there after so long."""
 
 
 class ProcessGroupFailed(BrokerError):
-    """A round that came to nothing: a member was missing, died, or was too slow."""
+    """A round failed: a member was missing, died, or was too slow."""
 
 
 Store: TypeAlias = dist.TCPStore
-"""A place to meet."""
+"""Where members of a group meet."""
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which it reaches another; nothing is sent."""
+    """Return the address from which this machine reaches another one; nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -65,7 +62,7 @@ def own_address(host: str, port: int) -> str:
 def interface_of(address: str) -> str:
     """Return the network interface that has an address of this machine.
 
-    Raises ConfigError where none has it.
+    Raises ConfigError for an address that no interface has.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(candidate.address.partition("%")[0] == address for candidate in addresses):
@@ -88,7 +85,7 @@ def no_route(who: str, address: str, error: BaseException | str) -> ProcessGroup
 
 
 def open_store(address: str) -> Store:
-    """Serve a place to meet, on one address of this machine and a port that is free."""
+    """Serve a TCPStore on one address of this machine, at a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
     listener.bind((address, 0))
@@ -105,9 +102,9 @@ def open_store(address: str) -> Store:
 
 
 def reach_store(address: str, port: int, instead: str = "") -> Store:
-    """Connect to the learner's place to meet; ProcessGroupFailed where it cannot be reached.
+    """Connect to the learner's TCPStore; ProcessGroupFailed where it cannot be reached.
 
-    `instead`: what else one can do.
+    `instead` adds an alternative to the hint.
     """
     try:
         socket.create_connection((address, port), MEET_S).close()
@@ -131,13 +128,13 @@ def server_of(broker: Broker) -> tuple[str, int]:
 
 BUCKET_BYTES = PART_BYTES
 BUCKET_S = 60.0
-"""A bucket that takes longer is lost, and the round with it."""
+"""A bucket that takes longer fails, and the round with it."""
 FORM_S = 2 * BUCKET_S
 """Bound of `Group.meet`, beyond all deadlines within it: NCCL has none of its own."""
 _POLL_S = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_ONLY = "2"
-"""A lost member ends the communicator; torch's default ends the process."""
+"""A lost member ends the communicator; by torch's default it would end the process."""
 
 
 class ProcessGroup:
@@ -160,16 +157,16 @@ class ProcessGroup:
         address: str,
         meet_s: float = MEET_S,
     ) -> "ProcessGroup":
-        """Form a group with the others whose list bears this name.
+        """Form the group of this name with the other members.
 
-        `address` is where this machine listens for the others. Raises ProcessGroupFailed when
-        somebody does not come within `meet_s`, or comes and cannot be reached.
+        `address` is where this machine listens for them. Raises ProcessGroupFailed when one is not
+        there within `meet_s`, or cannot be reached.
         """
         own = dist.PrefixStore(name, store)
         try:
             wait_for_all(own, rank, size, meet_s)
             if device.type == "cuda":
-                # Or NCCL would choose an interface, which the others may have no route to.
+                # NCCL might choose another interface, to which the others have no route.
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address))
                 return cls(name, device, _nccl(own, rank, size, device))
             return cls(name, device, _gloo(own, rank, size, address))
@@ -193,9 +190,9 @@ class ProcessGroup:
         return payload
 
     def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
-        """Yield uint8[N] from the learner in buckets, for who has no room for all of it.
+        """Yield uint8[N] from the learner in buckets, for a receiver without room for all of it.
 
-        Raises ProcessGroupFailed. Who does not take the last bucket has left the group.
+        Raises ProcessGroupFailed. A receiver that does not take the last bucket leaves the group.
         """
         sizes = [min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES)]
         return self._move(
@@ -203,7 +200,7 @@ class ProcessGroup:
         )
 
     def leave(self) -> None:
-        """Give up the connections; whoever still waits in a collective fails soon.
+        """Close the connections; a member that waits in a collective fails soon.
 
         The only method that does not block.
         """
@@ -214,7 +211,7 @@ class ProcessGroup:
             ).start()
 
     def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-        """Broadcast one bucket after the other, of which two are on their way at a time."""
+        """Broadcast one bucket after the other, two at a time."""
         backend = self._backend
         if backend is None:
             raise ProcessGroupFailed(f"group {self.name} was left", hint=AGAIN)
@@ -233,7 +230,7 @@ class ProcessGroup:
             raise
         except (RuntimeError, TimeoutError) as error:
             self.leave()
-            # Whoever keeps the error keeps these, and gloo's connections are open as long as they.
+            # The error would keep these alive, and with them gloo's connections.
             backend = None
             flying.clear()
             raise ProcessGroupFailed(
@@ -245,7 +242,7 @@ AGAIN = "receivers that are still there ask again and form another group"
 
 
 def _end(last: list[Any]) -> None:
-    """End a process group, held by nobody else: gloo's connections close when it is destroyed."""
+    """End a process group that nothing else refers to: gloo closes when it is destroyed."""
     last[0].abort()
     last.clear()
 
@@ -263,7 +260,7 @@ def _start(backend: Any, bucket: Tensor) -> Any:
 
 
 def _finish(work: Any, bucket: Tensor) -> Tensor:
-    """Return a bucket once it is there; a wait of NCCL's own would have no deadline."""
+    """Return a bucket once it is there; NCCL's own wait has no deadline."""
     _wait(work.is_completed, "a bucket", BUCKET_S)
     work.wait()
     return bucket
@@ -279,7 +276,7 @@ def _wait(holds: Callable[[], bool], whom: str, deadline_s: float, poll_s: float
 
 
 def wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:
-    """Tell that this member is there, and wait for the others."""
+    """Report that this member is there, and wait for the others."""
     store.set(f"here/{rank}", "")
     places = [f"here/{other}" for other in range(size)]
     try:
@@ -339,22 +336,22 @@ _REBUILT = (
 
 
 def _export_buffer(buffer: Tensor) -> bytes:
-    """Return what another process of this machine opens a buffer on a GPU with, once."""
+    """Return a handle by which another process of this machine opens a buffer on a GPU, once."""
     arguments = cast(Any, reductions).reduce_tensor(buffer)[1]
     return pack(list(arguments[-len(_REBUILT) :]))
 
 
 def _open_buffer(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
     """Return the buffer that another process has exported, as this one's `device` sees it."""
-    given = dict(zip(_REBUILT, cast("list[Any]", unpack(handle)), strict=True))
-    given["storage_device"] = device.index  # it may have another number there
+    arguments = dict(zip(_REBUILT, cast("list[Any]", unpack(handle)), strict=True))
+    arguments["storage_device"] = device.index  # its number may differ between processes
     return cast(Any, reductions).rebuild_cuda_tensor(
-        torch.Tensor, (num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, **given
+        torch.Tensor, (num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, **arguments
     )
 
 
 class SharedBufferGroup:
-    """A learner, rank 0, and receivers on its card; has the methods of `ProcessGroup`."""
+    """A learner, rank 0, and receivers on its GPU; has the methods of `ProcessGroup`."""
 
     def __init__(
         self, name: str, store: dist.PrefixStore, rank: int, size: int, buffer: Tensor
@@ -367,7 +364,7 @@ class SharedBufferGroup:
         self._others = range(1, size)
         self._buffer: Tensor | None = buffer
         self._num_moved = 0
-        """Buckets in the life of the group."""
+        """Buckets since the group was formed."""
 
     @classmethod
     def meet(
@@ -379,7 +376,7 @@ class SharedBufferGroup:
         device: torch.device,
         meet_s: float = MEET_S,
     ) -> "SharedBufferGroup":
-        """Form a group with the others whose list bears this name; ProcessGroupFailed."""
+        """Form the group of this name with the other members; ProcessGroupFailed."""
         own = dist.PrefixStore(name, store)
         num_bytes = _SLOTS * BUCKET_BYTES
         try:
@@ -421,7 +418,7 @@ class SharedBufferGroup:
         return self._read(bucket[:size] for size in sizes)
 
     def leave(self) -> None:
-        """Give up the buffer; whoever still waits fails after a bucket's deadline."""
+        """Release the buffer; a member that still waits fails after a bucket's deadline."""
         self._buffer = None
 
     def _read(self, targets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
@@ -439,7 +436,7 @@ class SharedBufferGroup:
 
     def _wait_for_reads(self, number: int) -> None:
         def have_read() -> bool:
-            return all(int(self._store.get(f"read/{one}")) >= number for one in self._others)
+            return all(int(self._store.get(f"read/{rank}")) >= number for rank in self._others)
 
         if number > 0:
             _wait(have_read, "a receiver", BUCKET_S)
@@ -458,7 +455,7 @@ class SharedBufferGroup:
 
 @contextlib.contextmanager
 def _as_failed(group: SharedBufferGroup) -> Iterator[None]:
-    """Leave a group where something fails, and raise ProcessGroupFailed."""
+    """Leave a group when something fails, and raise ProcessGroupFailed."""
     try:
         yield
     except BaseException as error:
@@ -487,7 +484,7 @@ def _offered(
             handle = path.encode() if path else _export_buffer(buffer)
             store.set(f"buffer/{other}", handle.hex())
         wait_for_all(store, 0, size, meet_s)
-        _wait(lambda: store.check([f"open/{one}" for one in others]), "a member", meet_s)
+        _wait(lambda: store.check([f"open/{other}" for other in others]), "a member", meet_s)
     finally:
         if path:
             Path(path).unlink()
@@ -507,7 +504,7 @@ def _mapped(path: str, num_bytes: int) -> Tensor:
 # -- groups and members ----------------------------------------------------------------------------
 
 Group: TypeAlias = ProcessGroup | SharedBufferGroup
-"""A group of the learner and its receivers, whatever it sends by."""
+"""A group of the learner and its receivers."""
 
 
 def meet_group(
@@ -520,9 +517,9 @@ def meet_group(
     address: str,
     meet_s: float = MEET_S,
 ) -> Group:
-    """Form a group with the others whose list bears this name; it blocks.
+    """Form the group of this name with the other members; it blocks.
 
-    Raises ProcessGroupFailed when somebody does not come within `meet_s`.
+    Raises ProcessGroupFailed when a member is not there within `meet_s`.
     """
     if route == "ipc":
         return SharedBufferGroup.meet(store, name, rank, size, device, meet_s)
@@ -531,7 +528,7 @@ def meet_group(
 
 
 class Member(Protocol):
-    """Takes the places of a receiver."""
+    """Joins groups and receives for one receiver."""
 
     device: Literal["cpu", "cuda"]
     """Where it wants weights."""
@@ -546,23 +543,23 @@ class Member(Protocol):
         ...
 
     async def connect(self, address: str, port: int) -> None:
-        """Connect to the learner's TCPStore, before any place is asked for: who cannot would hold
-        up the others of a group. Raises ProcessGroupFailed."""
+        """Connect to the learner's TCPStore, before a place is requested: a member that cannot
+        connect would delay the others of a group. Raises ProcessGroupFailed."""
         ...
 
     async def join(self, place: Round) -> None:
-        """Form the group of a place, unless it is in it. Raises ProcessGroupFailed."""
+        """Form the group of a place, unless it is in that group. Raises ProcessGroupFailed."""
         ...
 
     async def receive(self, manifest: Manifest) -> Payload | None:
-        """Receive a version in the group; return its payload, or None where it is loaded at once.
+        """Receive a version in the group; return its payload, or None if it was loaded already.
 
         Raises ProcessGroupFailed, DigestMismatch.
         """
         ...
 
     def leave(self) -> None:
-        """Leave the group; nobody need be told."""
+        """Leave the group, without notice."""
         ...
 
 
@@ -572,7 +569,7 @@ class LocalMember:
     num_ranks = 1
 
     def __init__(self, device: torch.device, meet_s: float = MEET_S) -> None:
-        """Be in no group."""
+        """Start without a group."""
         self.device: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         self.gpus = [gpu] if (gpu := gpu_of(device)) else []
         self._device = device
@@ -598,7 +595,7 @@ class LocalMember:
         try:
             async with asyncio.timeout(FORM_S):
                 self._group = await in_daemon_thread(partial(self._meet, place), "weights group")
-        except TimeoutError as error:  # NCCL waits for ever
+        except TimeoutError as error:  # NCCL itself waits for ever
             address = own_address(place.address, place.port)
             late = f"nothing came in {FORM_S:g} s"
             who = f"member {place.rank} of group {place.group}"
@@ -611,7 +608,7 @@ class LocalMember:
         payload = await in_daemon_thread(lambda: group.receive(manifest.num_bytes), "weights")
         digest = await in_daemon_thread(lambda: fingerprint(payload), "weights digest")
         if digest != manifest.digest:
-            raise DigestMismatch(f"it has digest {digest}, told was {manifest.digest}")
+            raise DigestMismatch(f"it has digest {digest}, the manifest says {manifest.digest}")
         return payload if payload.is_cuda else payload.numpy().data
 
     def leave(self) -> None:
@@ -621,7 +618,7 @@ class LocalMember:
             group.leave()
 
     def _meet(self, place: Round) -> Group:
-        assert self._store is not None  # else the learner would not have given a place
+        assert self._store is not None  # the learner gives a place only then
         return meet_group(
             place.device,
             self._store,
@@ -635,4 +632,4 @@ class LocalMember:
 
 
 INSTEAD = "; or set weights.transport=object"
-"""What else can be done where the learner cannot be reached."""
+"""An alternative where the learner cannot be reached."""

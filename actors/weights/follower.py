@@ -1,7 +1,8 @@
-"""Weight updates of an engine: fetch the newest version, swap it in, notify who waits for it.
+"""The receiver's side: engines follow the published versions of weights.
 
-A validation pins the engines to its version: newer ones wait until it has ended. For a version
-older than the loaded one the engines go back, once no episode runs that began with a newer one.
+`WeightFollower` fetches the newest version, has the engines load it, and wakes what waits for it. A
+validation pins the engines to its version; newer ones wait until it has ended. The engines go back
+to an older version once no episode runs that began with a newer one.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ from .store import WeightStore
 from .tensors import TensorSource
 
 _POLL_S = 30.0
-_LOOK_S = 2.0
-_GONE_S = 0.1
+_PUBLISHED_POLL_S = 2.0
+_REMOVED_PAUSE_S = 0.1
 _log = structlog.get_logger()
 
 
@@ -105,7 +106,7 @@ class WeightFollower:
         self._swap = asyncio.Lock()
         self._pinned: int | None = None
         self._may_load = asyncio.Event()
-        """Cleared while a learner on the same GPU trains: there is no room for weights."""
+        """Cleared while a learner on the same GPU trains and leaves no room for weights."""
         self._may_load.set()
         self._num_users = 0
         self._newest = -1
@@ -123,9 +124,9 @@ class WeightFollower:
                 await self._advance(manifest.version, load)
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
-                await asyncio.sleep(_GONE_S)  # removed under us: a newer one is out, or comes
+                await asyncio.sleep(_REMOVED_PAUSE_S)  # a newer version is published, or will be
                 continue
-            except DeadlineError as error:  # whatever serves goes on with what it has
+            except DeadlineError as error:  # engines continue with the loaded version
                 _log.warning("weights_late", version=manifest.version, error=error.message)
                 continue
 
@@ -134,7 +135,7 @@ class WeightFollower:
         await self._until(lambda: self.version >= version)
 
     def hold(self) -> None:
-        """Load nothing from now on, until `release`."""
+        """Load no version until `release`."""
         self._may_load.clear()
 
     def release(self) -> None:
@@ -146,24 +147,24 @@ class WeightFollower:
         await self._may_load.wait()
 
     def may_give_up(self, engine: LoadsWeights) -> bool:
-        """Whether an engine that falls asleep needs no weights until another version comes.
+        """Return whether an engine that goes to sleep may drop its weights: another version comes.
 
-        It does while it is kept at one, as for a validation, and if its versions come elsewhere.
+        Not while it is pinned, as for a validation, and not if its versions come from elsewhere.
         """
-        own = any(engine is one for one in self._engines.values())
-        return own and self._pinned is None and self.version >= 0
+        is_own = any(engine is followed for followed in self._engines.values())
+        return is_own and self._pinned is None and self.version >= 0
 
     @property
     def has_weights(self) -> bool:
-        """Whether no engine has given up its weights, or others have come since."""
+        """Whether all engines have weights."""
         return all(engine.has_weights for engine in self._engines.values())
 
     async def regain(self) -> bool:
-        """Load the version again that engines gave up, where no other has come meanwhile.
+        """Load the current version again if engines have dropped their weights.
 
-        So it is after the learner was started again, or when engines are kept at a version since.
-        The learner must have it: one that trains towards it would wait for these engines. False if
-        it cannot be had now.
+        That happens when the learner was restarted, or engines were pinned meanwhile. The learner
+        must have the version: one that still trains towards it would wait for these engines.
+        Returns False if the version cannot be fetched now.
         """
         async with self._swap:
             if self.has_weights:
@@ -177,13 +178,13 @@ class WeightFollower:
             return True
 
     async def may_wake(self, version: int) -> None:
-        """Wait until engines that sleep have what they are to go on with: `version` or a newer one,
-        or the one at which they are kept."""
+        """Wait until sleeping engines may wake: `version` or a newer one is loaded, or they are
+        pinned."""
         await self._until(lambda: self.version >= version or self._pinned is not None)
 
     @asynccontextmanager
     async def using(self, version: int) -> AsyncIterator[None]:
-        """Wait for `version` or a newer one; the engines go back to no older one in the block."""
+        """Wait for `version` or a newer one; engines stay at it or newer ones in the block."""
         await self._until(lambda: self.version >= version and not self.is_back)
         self._num_users += 1
         try:
@@ -193,10 +194,10 @@ class WeightFollower:
             self._notify()
 
     async def pin(self, version: int) -> None:
-        """Load exactly this version, and keep the engines at it until `unpin`; one at a time.
+        """Load exactly this version, and pin the engines to it until `unpin`; one at a time.
 
-        Waits for a version that is not published yet. Raises NotFoundError for one that was
-        removed, and what `WeightStore.fetch` raises; then nothing is pinned.
+        Waits until the version is published. Raises NotFoundError if it was removed, and what
+        `WeightStore.fetch` raises; then no version is pinned.
         """
         assert self._pinned is None, f"version {self._pinned} is pinned already"
         self._pinned = version
@@ -213,13 +214,13 @@ class WeightFollower:
             raise
 
     def unpin(self) -> None:
-        """Let the engines go on to newer versions."""
+        """Let the engines load newer versions again."""
         self._pinned = None
         self._notify()
 
     @property
     def is_back(self) -> bool:
-        """Whether the engines are at an older version than before, or about to be."""
+        """Whether the engines are at an older version than before, or will be."""
         return self.version < self._newest or (
             self._pinned is not None and self._pinned < self._newest
         )
@@ -229,7 +230,7 @@ class WeightFollower:
         await self._until(lambda: not self.is_back)
 
     async def _newer(self) -> Manifest | None:
-        """Wait for a version newer than the loaded one; None to look again, as after going back."""
+        """Wait for a version newer than the loaded one; None: try again, as after going back."""
         version = self.version
         newer = asyncio.ensure_future(self._store.wait_newer(version, timeout_s=_POLL_S))
         back = asyncio.ensure_future(
@@ -243,7 +244,7 @@ class WeightFollower:
             back.cancel()
 
     async def _advance(self, version: int, load: Load) -> None:
-        """Load a version that is newer, as soon as none is pinned."""
+        """Load a version if it is newer, as soon as none is pinned."""
         while True:
             await self._until(lambda: self._pinned is None)
             async with self._swap:
@@ -270,7 +271,7 @@ class WeightFollower:
                     f"{latest.version}",
                     hint="ask for the newest version, or evaluate a checkpoint",
                 )
-            await self._store.wait_newer(version - 1, timeout_s=_LOOK_S)
+            await self._store.wait_newer(version - 1, timeout_s=_PUBLISHED_POLL_S)
             manifest = await self._store.manifest(version)
         return await fetch_version(self._store, self._engines, manifest)
 
@@ -279,6 +280,6 @@ class WeightFollower:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        """Have all that wait look again."""
+        """Wake all waits, which check their conditions."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
-"""What learner and receivers keep in memory of 16-bit weights, so that differences suffice.
+"""Differences between versions of 16-bit weights, and the versions that they are made from.
 
-Both keep the newest version and its anchor, the whole version of which it was made, if that is
-another. Bytes only: nothing here sends or stores.
+Learner and receivers hold the newest version in memory, and its anchor: the whole version that it
+was made from, if that is another one. Nothing here sends or stores bytes.
 """
 
 import os
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
 # Lossless differences between two versions of 16-bit weights.
 #
-# An optimiser step at a usual rate changes one to fifteen in a hundred of the weights in
-# bfloat16, and most of those by one unit in the last place. So a difference names the changed
-# places by the gaps between them and says by how much the 16-bit pattern changed, modulo 2^16; a
-# byte each, with an escape for what is larger, then zstandard. It is made of blocks, which
-# threads work on at the same time and which bound the memory. Pure functions of bytes: no broker,
-# no files.
+# An optimiser step at a usual learning rate changes 1 to 15 % of the weights in bfloat16, most of
+# them by one unit in the last place. So a difference holds the gaps between changed places and the
+# changes of the 16-bit patterns, modulo 2^16: a byte each, with an escape for larger values,
+# compressed by zstandard. It consists of blocks, which threads process in parallel and which bound
+# the memory. Pure functions of bytes.
 
 _MAGIC = b"TMQD\x01"
 _HEAD = struct.Struct("<5sQI")
@@ -39,16 +38,16 @@ _BLOCK = struct.Struct("<5I")
 """Changes, escaped gaps, escaped steps, bytes of the block, compressed bytes."""
 _BLOCK_WORDS = 1 << 22
 _FAR = 255
-"""A gap of this many unchanged words or more stands as four bytes."""
+"""A gap of this many unchanged words or more is stored in four bytes."""
 _WIDE = -128
-"""A step that takes more than a byte stands as two."""
+"""A step that does not fit into a byte is stored in two."""
 
 
 Words = NDArray[np.uint16]
 
 
 def encode(base: memoryview, target: memoryview, block_words: int = _BLOCK_WORDS) -> bytes:
-    """Return what `apply` makes `target` of `base` with; both hold the same number of words.
+    """Return the difference from `base` to `target`, which hold the same number of words.
 
     Raises ValueError for buffers of different or odd sizes.
     """
@@ -61,10 +60,10 @@ def encode(base: memoryview, target: memoryview, block_words: int = _BLOCK_WORDS
 
 
 def apply(difference: memoryview, words: memoryview) -> None:
-    """Make the base in `words` the target, in place.
+    """Apply a difference to the base in `words`, in place.
 
-    Raises MessageError for a difference that is damaged or of another size; `words` may then hold
-    anything. Only the digest of the result shows whether it is the right base.
+    Raises MessageError for a difference that is damaged or of another size; `words` is then
+    undefined. Only the digest of the result shows whether the base was the right one.
     """
     target = _words(words)
     try:
@@ -92,8 +91,8 @@ def _apply(difference: memoryview, target: Words) -> None:
                 raise ValueError("its counts contradict each other")
             if counts[0]:
                 done.append(threads.submit(_apply_block, packed, num_bytes, block, *counts))
-        for one in done:
-            one.result()
+        for block_done in done:
+            block_done.result()
     if place != len(difference):
         raise ValueError("it goes on after its end")
 
@@ -175,34 +174,34 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How a version is made by one difference."""
+    """A difference that makes a version, and what it is applied to."""
 
     difference: Difference
     base: Whole | None
-    """What it changes; None: the anchor, which must be fetched."""
+    """What it is applied to; None: the anchor, which must be fetched first."""
     anchor: Whole | None
-    """The anchor of the version that is made, if it is held and another."""
+    """The anchor of the result, if it is held and is not the base."""
 
 
 class WeightHistory:
     """The newest version and its anchor."""
 
     def __init__(self, *, enabled: bool, full_snapshot_every: int) -> None:
-        """Hold nothing yet, and without `enabled` never anything."""
+        """Start without a version; without `enabled` none is ever held."""
         self._enabled = enabled
         self._full_snapshot_every = full_snapshot_every
         self.held: list[Whole] = []
         """Newest first; its anchor is the last, which may be itself."""
 
     def keeps(self, tensors: Sequence[TensorEntry]) -> bool:
-        """Whether versions of this layout are held: those of 16 bits, mostly."""
+        """Return whether versions of this layout are held: half of the bytes or more are 16-bit."""
         num_bytes = {2: 0, 4: 0}
         for entry in tensors:
             num_bytes[DTYPES[entry.dtype].itemsize] += entry.num_bytes
         return self._enabled and num_bytes[2] >= num_bytes[4]
 
     def hold(self, whole: Whole, anchor: Whole | None = None) -> None:
-        """Hold a version, unless a newer one is: receivers fetch others of the past, too."""
+        """Hold a version unless a newer one is held: receivers fetch older ones, too."""
         is_past = self.held and self.held[0].version > whole.version
         if self.keeps(whole.tensors) and not is_past:
             self.held = [whole] if anchor is None else [whole, anchor]
@@ -216,8 +215,8 @@ class WeightHistory:
     ) -> list[tuple[Whole, bytes]]:
         """Return the differences that make a new version, each with its base.
 
-        Of the next anchor only that from the version before; none for a version of another layout,
-        or where they would be no smaller. Runs in a thread.
+        The next anchor has only the one from the previous version. A version of another layout has
+        none, nor one for which they would not be smaller. Runs in a thread.
         """
         if not self.held or self.held[0].tensors != tensors or self.held[0].version >= version:
             return []
@@ -226,22 +225,25 @@ class WeightHistory:
         return made if sum(len(text) for _, text in made) < len(payload) else []
 
     def is_anchor(self, version: int) -> bool:
-        """Whether a new version is to be a whole one for those who come to later ones."""
+        """Return whether a new version is stored whole, as the base of later ones."""
         return not self.held or version >= self.held[-1].version + self._full_snapshot_every
 
     def step_to(self, manifest: Manifest) -> Step | None:
-        """Return how to make a version by a difference; None if it is to be fetched whole."""
-        held = {(one.version, one.digest): one for one in self.held}
-        steps = [(one, held.get((one.base, one.base_digest))) for one in manifest.differences]
-        found = next((step for step in steps if step[1]), None)
+        """Return the difference to make a version with; None if it must be fetched whole."""
+        held = {(whole.version, whole.digest): whole for whole in self.held}
+        steps = [
+            (difference, held.get((difference.base, difference.base_digest)))
+            for difference in manifest.differences
+        ]
+        usable = next((step for step in steps if step[1]), None)
         if manifest.kind != "delta":
-            return Step(*found, anchor=None) if found else None
-        difference, base = found or steps[-1]
+            return Step(*usable, anchor=None) if usable else None
+        difference, base = usable or steps[-1]
         return Step(difference, base, steps[-1][1])
 
 
 def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memoryview) -> None:
-    """Make the version that a difference makes of a base, in `buffer`. Runs in a thread.
+    """Copy a base into `buffer` and apply a difference to it. Runs in a thread.
 
     Raises DigestMismatch if its digest is not the manifest's.
     """

@@ -38,28 +38,28 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
 
 
 def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
-    """Return how the versions of a job travel: as it is configured, or by where its actors are.
+    """Return the transport of a job: the configured one, or by the place of its actors.
 
-    A learner and a generator on one GPU have the same one in their environment, by its UUID; there
-    the weights go from memory to memory. A learner that is cut off from all networks cannot.
+    A learner and a generator that share a GPU have its UUID in their environment; their weights
+    travel by `nccl`, except from a learner without a network.
     """
     transport = context.config.weights.transport
     if transport != "auto":
         return transport
     on_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
-    cut_off = bool(context.config.own_functions and context.record.output_roots)
-    return "nccl" if context.record.is_colocated and on_gpu and not cut_off else "object"
+    has_network = not (context.config.own_functions and context.record.output_roots)
+    return "nccl" if context.record.is_colocated and on_gpu and has_network else "object"
 
 
 def make_sender(context: JobContext) -> Sender | None:
-    """Return what holds and sends the versions of a learner, for the transport that needs it."""
+    """Return the sender of a learner, for the transport `nccl`; None for others."""
     if transport_of(context) != "nccl":
         return None
     return Sender(context.broker, context.scope, context.run_dir / "weights", own_device())
 
 
 def follow_weights(context: JobContext, job: str) -> WeightStore:
-    """Open the weights of another job of the same user, however they travel."""
+    """Open the weights of another job of the same user, whatever their transport."""
     scope = JobScope(context.scope.user, job)
     receiver = BroadcastReceiver(context.broker, scope, device_of_new_weights(context.config))
     shared_bytes = context.config.weights.shared_bytes
@@ -67,9 +67,9 @@ def follow_weights(context: JobContext, job: str) -> WeightStore:
 
 
 def device_of_new_weights(config: JobConfig) -> torch.device:
-    """Return where the engine of this process takes new weights from.
+    """Return the device on which this process receives new weights.
 
-    vLLM's GPUs belong to processes of its own, which read new weights from memory.
+    vLLM's GPUs belong to its worker processes, which read new weights from main memory.
     """
     if config.generator.engine == "vllm":
         return torch.device("cpu")

@@ -27,11 +27,11 @@ from ...schemas.wire.errors import ConfigError, NotFoundError, StorageError
 from ...schemas.wire.subjects import JobScope
 from .shared_memory import MappedFile
 
-# Weights as files on a path that learner and generators share.
+# Files in a folder that learner and generators share.
 #
-# A file has the safetensors layout, so that any tool of the field opens it; its data part is the
-# payload that the digest is of. It is written under another name and renamed, never changed in
-# place, so a reader that has it mapped reads on undisturbed even after it was removed.
+# They have the safetensors layout, which other tools can open; the data part is the payload, of
+# which the digest is taken. A file is written under another name, renamed, and never changed in
+# place, so a reader that has mapped it can continue after it was removed.
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _LENGTH = struct.Struct("<Q")
@@ -73,7 +73,7 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
             mapped = MappedFile(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"there is no weights file {path}",
+            f"the weights file {path} does not exist",
             hint="it was removed, or this machine does not share weights.folder with the "
             "learner: use weights.transport=object",
         ) from error
@@ -87,9 +87,9 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Return the room on the disk of a folder, which may not exist yet."""
-    there = next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
-    return shutil.disk_usage(there).free
+    """Return the free bytes on the disk of a folder, which may not exist yet."""
+    existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path("/"))
+    return shutil.disk_usage(existing).free
 
 
 def remove_file(path: Path) -> None:
@@ -157,7 +157,7 @@ class Payloads:
         """
         if transport == "file" and folder is None:
             raise ConfigError(
-                "weights.transport is 'file' and there is no folder",
+                "weights.transport is 'file' and weights.folder is not set",
                 hint="set weights.folder to a path that learner and generators share",
             )
         self.transport: Transport = transport
@@ -170,10 +170,10 @@ class Payloads:
     async def put(
         self, label: str, views: Sequence[memoryview], entries: list[TensorEntry] | None = None
     ) -> tuple[str, str]:
-        """Store bytes under a fresh name that begins with `label`; return location and digest.
+        """Store bytes under a new name that begins with `label`; return location and digest.
 
-        As a file they are what `entries` say of them. Raises BrokerError, DeadlineError, and
-        StorageError, which is full where there is no room.
+        `entries` are the layout of a whole version, for the header of a file. Raises BrokerError,
+        DeadlineError, and StorageError, which has `is_full` where room is missing.
         """
         suffix = uuid.uuid4().hex[:8]
         if self._folder is not None and self.transport == "file":
@@ -194,7 +194,7 @@ class Payloads:
         return name, info.digest
 
     async def free_bytes(self) -> int:
-        """Return how much more can be stored: of the bucket's bound, or of the folder's disk."""
+        """Return how many more bytes the bucket, or the disk of the folder, has room for."""
         if self._folder is not None and self.transport == "file":
             return await asyncio.to_thread(free_disk_bytes, self._folder)
         return await self._objects.free_bytes()
@@ -229,7 +229,7 @@ class Payloads:
         await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
 
     async def holds(self, transport: Transport, location: str) -> bool:
-        """Whether bytes are there: what stores them may have been deleted and made again."""
+        """Return whether bytes are there: their bucket may have been deleted and made again."""
         if transport == "file":
             return await asyncio.to_thread(Path(location).is_file)
         return await self._objects.info(location) is not None
@@ -243,7 +243,7 @@ class Payloads:
                 await self._objects.delete(location)
 
     async def remove_others(self, locations: Iterable[str]) -> None:
-        """Remove of what the job has stored all that is not among `locations`, and halves."""
+        """Remove all that the job has stored, also in part, except `locations`."""
         named = set(locations)
         if self._folder is not None and self.transport == "file":
             await asyncio.to_thread(remove_other_files, self._folder, self._scope, named)
@@ -254,6 +254,6 @@ class Payloads:
 
 
 def locations(manifest: Manifest) -> list[str]:
-    """Return where all that was stored for a version lies."""
+    """Return the locations of all that was stored for a version."""
     places = [manifest.location, *(difference.location for difference in manifest.differences)]
     return [place for place in places if place]

@@ -26,10 +26,11 @@ from .tensors import TensorBytes
 
 _RESERVE_S = 60.0
 
-Taken = dict[str, TensorBytes]
-Read = Callable[[Callable[[], Taken]], "Awaitable[asyncio.Future[Taken]]"]
-"""Starts what reads the weights, and returns its result to come, once they may be trained on."""
-Snapshot = Callable[[torch.dtype, UnfinishedFile | None], Taken]
+Tensors = dict[str, TensorBytes]
+Read = Callable[[Callable[[], Tensors]], "Awaitable[asyncio.Future[Tensors]]"]
+"""Starts a function that reads the weights, and returns its result to come as soon as they may be
+trained on."""
+Snapshot = Callable[[torch.dtype, UnfinishedFile | None], Tensors]
 
 
 class Publisher:
@@ -64,19 +65,19 @@ class Publisher:
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.sending_bytes = 0
-        """Of the copy that is being sent, where this process holds it."""
+        """Bytes of the copy that is being sent, if they are in this process's memory."""
         self.send_s = 0.0
-        """Seconds that the last sending took, beside training."""
+        """Seconds that sending the last version took; training continued meanwhile."""
 
     async def reserve(self) -> None:
-        """See to it that there is room for all versions that may be needed at a time.
+        """Reserve room for all versions that may be needed at a time.
 
-        Raises BrokerError, QuotaError or StorageError where there is not even the least.
+        Raises BrokerError, QuotaError or StorageError where a run cannot continue with the room.
         """
         if self._sender is not None:
             return
         await self._store.sweep()
-        wanted, least = (room_for(number, self._num_bytes) for number in self._num_versions)
+        most, least = (room_for(number, self._num_bytes) for number in self._num_versions)
         bound = await self._store.bound_bytes()
         is_file = self._config.weights.transport == "file"
         if is_file and bound < least:
@@ -85,12 +86,12 @@ class Publisher:
                 f"has room for {bound:,}",
                 hint="free some space, name another folder, or set learner.publish_dtype=bfloat16",
             )
-        if not is_file and bound < wanted:
+        if not is_file and bound < most:
             scope = self._context.scope
             await call(
                 self._context.broker,
                 rpc(scope.user, "scheduler", "weights-room"),
-                WeightsRoom(job=scope.job, wanted_bytes=wanted, least_bytes=least),
+                WeightsRoom(job=scope.job, wanted_bytes=most, least_bytes=least),
                 WeightsBound,
                 timeout_s=_RESERVE_S,
                 waiting_for="room for versions of weights",
@@ -98,34 +99,34 @@ class Publisher:
             )
 
     async def publish(self, version: int, read: Read, *, keep: Callable[[], Set[int]]) -> None:
-        """Publish the model as `version`; an earlier publication is waited for first.
+        """Publish the model as `version`, after the previous publication has ended.
 
-        `keep` tells which versions are needed now; it is asked whenever room is needed.
+        `keep` returns the versions that are needed now; it is called whenever room is needed.
         """
         await self.wait()
         if await self._store.is_out(version):
             return
-        taken = await read(self._take)
+        copying = await read(self._copy)
         self._pinned &= keep()
         self._sending = asyncio.create_task(
-            self._send(version, taken, keep), name=f"weights {version}"
+            self._send(version, copying, keep), name=f"weights {version}"
         )
         if version == 0:
             await self.wait()
 
-    def _take(self) -> Taken:
-        """Copy the models, those of a CPU into the machine's shared memory, where there is some."""
+    def _copy(self) -> Tensors:
+        """Copy the models; without a GPU into the machine's shared memory, if it has room."""
         draft = None if own_device().type == "cuda" else self._store.draft(self._num_bytes)
         return self._snapshot(self._dtype, draft)
 
     async def serve(self) -> None:
-        """Hand out versions, by the transport that takes them from here; to be run beside all."""
+        """Send versions from this process's memory, for `nccl` only; runs for ever."""
         if self._sender is not None:
             await self._sender.open(self._service)
             await self._sender.serve()
 
     async def has(self, version: int) -> bool:
-        """Whether a version can be fetched now."""
+        """Return whether a version can be fetched now."""
         return await self._store.manifest(version) is not None
 
     def pin(self, version: int) -> None:
@@ -139,9 +140,9 @@ class Publisher:
             self._sending = None
 
     async def _send(
-        self, version: int, taken: "asyncio.Future[Taken]", keep: Callable[[], Set[int]]
+        self, version: int, copying: "asyncio.Future[Tensors]", keep: Callable[[], Set[int]]
     ) -> None:
-        tensors = await taken
+        tensors = await copying
 
         async def publish() -> None:
             await self._store.make_room(tensors, self._pinned | keep())
@@ -157,14 +158,14 @@ class Publisher:
 
 
 def num_versions(config: JobConfig, num_evaluated: int, *, differences: bool) -> tuple[int, int]:
-    """Return how many whole versions may be needed at a time, and without how many a run stands.
+    """Return how many whole versions may be needed at a time, and the least that a run needs.
 
-    Needed are the newest two and the one that is stored, those that are evaluated, and opponents
-    in self-play; with differences also the anchors of which those are made. A run goes on, slower,
-    with room for the newest, the next, one that is evaluated, and the opponents.
+    Needed are the newest two and the one that is being stored, those that are evaluated, and
+    opponents in self-play; with differences also the anchors that those are made from. With room
+    for the newest, the next, one that is evaluated, and the opponents, a run continues more slowly.
     """
     opponents = config.self_play.pool_size if config.self_play.past_share else 0
     evaluated = int(config.validates)
     anchors = 1 + evaluated + opponents if differences else 0
-    wanted = 3 + num_evaluated * evaluated + opponents + anchors
-    return wanted, 2 + evaluated + opponents + anchors
+    most = 3 + num_evaluated * evaluated + opponents + anchors
+    return most, 2 + evaluated + opponents + anchors

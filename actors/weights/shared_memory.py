@@ -1,18 +1,18 @@
 """One read of a version for all actors of a machine: files in its shared memory, named by digest.
 
-Of a machine's actors that need the same bytes the first makes them, in a file that it has
-locked alone (flock), checks them, and gives the file its name; the others wait and map it, without
-a byte from the broker. A mapping holds its file's lock, shared, so the kernel counts who uses it:
-who dies holds nothing. A half file whose writer died is taken over at once by one who waits, and
-one whose writer hangs is waited for no longer than `_WAIT_S` and a slow transfer: then each reads
-for itself, as it does where there is no such memory, or no room in it.
+The first of a machine's actors that needs some bytes makes them in a file that it has locked
+exclusively (flock), checks them, and gives the file its name. The others wait and map it, without a
+byte from the broker. A mapping holds a shared lock of its file, so the kernel counts the users, and
+a process that dies holds nothing. An unfinished file whose writer died is taken over at once by an
+actor that waits. A writer that hangs is waited for no longer than `_WAIT_S` and the time of a slow
+transfer; then each actor reads for itself, as it does where shared memory or room is missing.
 
 The folder belongs to one system user, and no other can read or write there; processes of the same
-user could trace each other anyway. The bytes are checked by who writes them, and a file with a name
-is never written again. Mappings are private: who writes to one changes nothing for others. The
-learner writes a version here as it takes it, before its digest is known (`draft`), so that no other
-copy is made, and reads it part by part, each unmapped behind it. Unmapped files are removed some
-time after the last request: each who comes here sweeps, and the node does when an actor ends.
+user could trace each other anyway. The writer checks the bytes, and a file with a name is never
+written again. Mappings are private: a write to one changes nothing for others. The learner copies a
+version into a file here before its digest is known (`draft`), so it needs no other copy, and reads
+it part by part, unmapping each part behind it. Unmapped files are removed some time after the last
+request, by each actor that makes a request and by the node when an actor ends.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ _HALF = ".half"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART_BYTES = 16 << 20
 _LEAST_BYTES = 1 << 20
-"""Less is sooner fetched than looked for."""
+"""Smaller payloads are fetched faster than looked for."""
 _WAIT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e6
 _POLL_S = 0.01
 _KEEP_S = 30.0
 _FREE_SHARE = 0.5
-"""Of the memory that is free a version takes at most so much."""
+"""The largest share of the free memory that a version takes."""
 Fill = Callable[[memoryview], Awaitable[None]]
-"""`await fill(buffer)` makes the bytes, checked, in a buffer of their size."""
+"""`await fill(buffer)` writes the bytes, checked, into a buffer of their size."""
 _log = structlog.get_logger()
 
 
@@ -53,18 +53,18 @@ class MappedFile(mmap.mmap):
     """The bytes of a file, which other processes of this user can map, too."""
 
     path: Path
-    """Where it lies as long as this is mapped; of a shared folder, until it is removed."""
+    """Its path while this is mapped; in a shared folder, until it is removed."""
     is_in_memory = False
-    """Whether it lies in this machine's memory, where reading it can never fail."""
+    """Whether it is in this machine's memory, where reading cannot fail."""
     is_draft = False
-    """Whether it has no name yet by which others find it."""
+    """Whether it does not have the name yet by which others find it."""
 
 
 class MappedParts(Sequence[memoryview]):
-    """The bytes of a mapped file, part by part; a part takes no memory once the next is read."""
+    """The bytes of a mapped file, part by part; a part is unmapped when the next is read."""
 
     def __init__(self, mapped: MappedFile) -> None:
-        """Map nothing more: the parts are views of `mapped`."""
+        """Return parts of `mapped`, as views."""
         self._mapped = mapped
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class MappedParts(Sequence[memoryview]):
 
 
 def whole_file(views: Sequence[memoryview]) -> MappedFile | None:
-    """Return the mapped file that views are all of, one after the other; None if there is none."""
+    """Return the mapped file that consists of the views, in order; None if there is none."""
     mapped = views[0].obj if views else None
     if not isinstance(mapped, MappedFile):
         return None
@@ -100,7 +100,7 @@ def whole_file(views: Sequence[memoryview]) -> MappedFile | None:
 
 
 def in_parts(views: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return the same bytes; those of a mapped file part by part, so that few are in memory."""
+    """Return the same bytes; those of a mapped file part by part, to save memory."""
     mapped = whole_file(views)
     return views if mapped is None else MappedParts(mapped)
 
@@ -151,9 +151,9 @@ class SharedMemory:
         return await _made(num_bytes, fill) if shared is None else shared
 
     async def offer(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
-        """Put bytes of a digest there for the others; return them, or None if they are not shared.
+        """Share bytes of a digest with the others; return them, or None if they are not shared.
 
-        The learner does so, which has them before they are sent. A draft just gets its name.
+        For the learner, which has them before they are sent. A draft only gets its name.
         """
         mapped = whole_file(views)
         if mapped is not None and mapped.is_draft:
@@ -165,7 +165,7 @@ class SharedMemory:
         return await self._shared(digest, sum(len(view) for view in views), write)
 
     def draft(self, num_bytes: int) -> "UnfinishedFile | None":
-        """Return a file to write a version into whose digest is not known; None without room.
+        """Return a file to write a version of unknown digest into; None without room.
 
         Its `finished` is given to `offer`, once, when the digest is known.
         """
@@ -205,18 +205,18 @@ class SharedMemory:
         deadline = loop.time() + self._wait_s + num_bytes / _SLOWEST_BYTES_PER_S
         try:
             while loop.time() < deadline:
-                found = await asyncio.to_thread(self._look, digest, num_bytes)
-                if isinstance(found, UnfinishedFile):
-                    return await found.written(write)
-                if found is not None:
-                    return found
+                shared = await asyncio.to_thread(self._map_or_begin, digest, num_bytes)
+                if isinstance(shared, UnfinishedFile):
+                    return await shared.written(write)
+                if shared is not None:
+                    return shared
                 await asyncio.sleep(_POLL_S)
         except _NotShared as error:
             _log.info("memory_not_shared", reason=str(error))
         return None
 
-    def _look(self, digest: str, num_bytes: int) -> "memoryview | UnfinishedFile | None":
-        """Return the bytes, or the half file that is now ours to write; None: another writes it."""
+    def _map_or_begin(self, digest: str, num_bytes: int) -> "memoryview | UnfinishedFile | None":
+        """Return the bytes, or the unfinished file to write; None: another actor writes it."""
         with _as_not_shared():
             folder = own_folder(self._root)
             sweep(root=self._root)
@@ -241,8 +241,8 @@ class SharedMemory:
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
         """Remove unused files until so much fits; raises _NotShared if it does not."""
-        files = sorted(_files(folder, self._prefix), key=lambda one: one.stat().st_mtime)
-        total = num_bytes + sum(one.stat().st_size for one in files)
+        files = sorted(_files(folder, self._prefix), key=lambda file: file.stat().st_mtime)
+        total = num_bytes + sum(file.stat().st_size for file in files)
         for file in files:
             if total <= self._max_bytes:
                 break
@@ -250,11 +250,11 @@ class SharedMemory:
             total -= size * _removed(file)
         room = os.statvfs(folder)
         if total > self._max_bytes or num_bytes > room.f_bavail * room.f_frsize * _FREE_SHARE:
-            raise _NotShared(f"no room for {num_bytes:,} bytes in {folder}")
+            raise _NotShared(f"{folder} has no room for {num_bytes:,} bytes")
 
 
 class _NotShared(Exception):
-    """There is no shared memory for this."""
+    """The bytes cannot be shared on this machine."""
 
 
 class UnfinishedFile:
@@ -267,17 +267,17 @@ class UnfinishedFile:
         self._num_bytes = num_bytes
 
     def buffer(self) -> memoryview:
-        """Return its memory, all of it taken, so that none is missing as it is written."""
+        """Return its memory, reserved, so that writing cannot run out of it."""
         with _as_not_shared():
             self.reserve()
             return memoryview(mmap.mmap(self._lock, self._num_bytes))
 
     def reserve(self) -> None:
-        """Take all of its memory, so that none is missing as it is written."""
+        """Reserve its memory, so that writing cannot run out of it."""
         os.posix_fallocate(self._lock, 0, self._num_bytes)
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Write views behind what is written, which costs half of what a buffer does."""
+        """Append views, which costs half of what writing through a buffer does."""
         with _as_not_shared():
             for view in views:
                 start = 0
@@ -285,7 +285,7 @@ class UnfinishedFile:
                     start += os.write(self._lock, view[start : start + _PART_BYTES])
 
     async def written(self, write: "Callable[[UnfinishedFile], Awaitable[None]]") -> memoryview:
-        """Write it and give it its name; return it as the others see it."""
+        """Write it and give it its name; return its mapping."""
         try:
             await write(self)
             with _as_not_shared():
@@ -295,7 +295,7 @@ class UnfinishedFile:
             raise
 
     def finished(self) -> memoryview:
-        """Return it as it was written; it has no name yet by which others find it."""
+        """Return its mapping; it does not have the name yet by which others find it."""
         mapped = self._sealed()
         mapped.is_draft = True
         return memoryview(mapped)
@@ -306,7 +306,7 @@ class UnfinishedFile:
         return memoryview(mapped)
 
     def _sealed(self) -> MappedFile:
-        """Map it, never to be written again; the mapping holds it from now on."""
+        """Make it read-only and map it; from now on the mapping holds its lock."""
         os.fchmod(self._lock, stat.S_IRUSR)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         mapped = _map(self._lock, self._num_bytes, self._place)
@@ -314,7 +314,7 @@ class UnfinishedFile:
         return mapped
 
     def give_up(self) -> None:
-        """Leave it to the next."""
+        """Remove it; the next actor begins anew."""
         with contextlib.suppress(OSError):
             _half(self._place).unlink()
         with contextlib.suppress(OSError):
@@ -342,7 +342,7 @@ def sweep(keep_s: float = _KEEP_S, root: Path = MEMORY_FOLDER) -> None:
 
 
 async def _made(num_bytes: int, fill: Fill) -> memoryview:
-    """Return the bytes in memory of this process; a node, which only sweeps, needs no numpy."""
+    """Return the bytes in memory of this process; numpy is not imported in a node, which sweeps."""
     import numpy as np
 
     buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
@@ -351,7 +351,7 @@ async def _made(num_bytes: int, fill: Fill) -> memoryview:
 
 
 def _files(folder: Path, prefix: str) -> Iterator[Path]:
-    return (one for one in folder.iterdir() if one.name.startswith(prefix))
+    return (file for file in folder.iterdir() if file.name.startswith(prefix))
 
 
 def _half(place: Path) -> Path:
@@ -359,7 +359,7 @@ def _half(place: Path) -> Path:
 
 
 def _mapped(place: Path, num_bytes: int) -> memoryview | None:
-    """Map a whole file; None where there is none, or it is just being removed."""
+    """Map a finished file; None where it does not exist or is just being removed."""
     try:
         file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -377,7 +377,7 @@ def _mapped(place: Path, num_bytes: int) -> memoryview | None:
 def _map(file: int, num_bytes: int, place: Path) -> MappedFile:
     status = os.fstat(file)
     if status.st_uid != os.geteuid() or status.st_size != num_bytes:
-        raise _NotShared(f"a file of {status.st_size:,} bytes stands where {num_bytes:,} should")
+        raise _NotShared(f"{place} has {status.st_size:,} bytes instead of {num_bytes:,}")
     mapped = MappedFile(file, num_bytes, access=mmap.ACCESS_COPY)
     mapped.path, mapped.is_in_memory = place, True
     return mapped
@@ -421,7 +421,7 @@ def _removed(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _as_not_shared() -> Iterator[None]:
-    """This machine's shared memory cannot be used; actors then read for themselves."""
+    """Raise _NotShared where shared memory cannot be used; actors then read for themselves."""
     try:
         yield
     except OSError as error:

@@ -1,20 +1,20 @@
-"""Versions of the policy on their way from the learner to generators and evaluators.
+"""The versions of a job's weights: manifests, payloads, announcements.
 
-The payload is stored first, by one of three transports (through NATS, a file in a shared folder, or
-held in the learner's memory for torch.distributed); then the manifest goes to KV as `v<version>`
-and, if it is the newest, as `latest`; then an announcement wakes receivers. So a manifest that
-can be read names a payload that is there, and a lost announcement costs two seconds. No torch here:
-tensors are names, dtypes, shapes and bytes.
+The payload of a version is stored first, by one of three transports: an object in NATS, a file in a
+shared folder, or memory of the learner that torch.distributed sends. Then the manifest is written
+to KV as `v<version>` and, if it is the newest, as `latest`; then an announcement wakes receivers.
+So a manifest that can be read names a payload that is there, and a lost announcement costs two
+seconds.
 
-On the learner's own machine a whole version is used before it is stored: it lies in shared memory,
-and its manifest comes with an announcement. Should the learner die before it is stored, its next
-one trains the recorded batches again and publishes the same version.
+On the learner's own machine a whole version is used before it is stored: it is in shared memory,
+and its manifest comes with an announcement. If the learner dies before it is stored, its successor
+trains the recorded batches again and publishes the same version.
 
-Weights of 16 bits travel as differences where these are smaller: from the version before, for
-those who keep up, and from the newest whole version, the anchor, for those who missed some. Both
-sides keep these two in memory. Who has neither fetches the anchor. What a difference makes must
-have the manifest's digest, else it is made anew from the anchor. From memory to memory
-all versions travel whole.
+16-bit weights travel as differences where these are smaller: from the previous version, for
+receivers that have it, and from the newest whole version, the anchor, for receivers that missed
+versions. Both sides hold these two in memory; a receiver without them fetches the anchor. The
+result of a difference must have the manifest's digest, or the version is made again from the
+anchor. With the transport `nccl` all versions travel whole.
 """
 
 import asyncio
@@ -57,24 +57,25 @@ from .shared_memory import SharedMemory, UnfinishedFile, in_parts, whole_file
 from .tensors import Payload, TensorBytes, TensorSource, check_layout, layout, tensors_of
 
 # Digests of the model folder's files, so that machines with other files are reported.
-# The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
-# an adapter, come from the folder of each machine. A file of more than 2 MiB is identified by size,
-# beginning and end: that takes milliseconds and finds another model, not a flipped bit.
+# The learner's manifests have them and receivers compare them, since tokenizer and template, and
+# the base of an adapter, are read from the folder of each machine. A file of more than 2 MiB is
+# identified by its size, beginning and end: that takes milliseconds, and finds another model but
+# not a flipped bit.
 
 _PART_BYTES = 1 << 20
 _READ = frozenset({".json", ".jinja", ".txt", ".model", ".safetensors", ".bin"})
 
 
 class SeenFiles:
-    """The files of model folders as this machine sees them; of a name of the hub there are none."""
+    """The files of model folders as this machine sees them; a name of the hub has none."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Read nothing yet."""
+        """Name the folders; files are read when digests are needed."""
         self._folders = [Path(folder) for folder in folders]
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Digests by path; reads files. What cannot be read is left to who needs it."""
+        """Digests by path; reads files. A name that is not a folder is left out."""
         by_name: dict[str, str] = {}
         for folder in self._folders:
             for file in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -83,13 +84,15 @@ class SeenFiles:
         return by_name
 
     def check(self, manifest: Manifest) -> None:
-        """Raise ModelError for a file that the learner's machine sees otherwise; reads files."""
-        mine = self.digests
-        other = [path for path, one in manifest.files.items() if mine.get(path, one) != one]
-        if other:
+        """Raise ModelError for a file that differs on the learner's machine; reads files."""
+        own = self.digests
+        differing = [
+            path for path, digest in manifest.files.items() if own.get(path, digest) != digest
+        ]
+        if differing:
             raise ModelError(
-                f"node {socket.gethostname()} sees another {other[0]} than {manifest.host}, where "
-                f"the learner runs ({len(other)} of {len(manifest.files)} files differ)",
+                f"node {socket.gethostname()} sees another {differing[0]} than {manifest.host}, "
+                f"where the learner runs ({len(differing)} of {len(manifest.files)} files differ)",
                 hint="copy the model anew to one of them, or name it by URL (model.path)",
             )
 
@@ -105,9 +108,9 @@ def _digest(file: Path) -> str:
 
 
 T = TypeVar("T")
-_LOOK_S = 2.0
+_POLL_S = 2.0
 NEWEST = 2
-"""Versions that stay whatever happens: a receiver may be loading the one before the newest."""
+"""Versions that always stay: a receiver may be loading the one before the newest."""
 _EXTRA_SHARE, _EXTRA_BYTES = 0.02, 1 << 20
 """What chunks and entries add to the bytes of a version."""
 _KEY = re.compile(r"v([0-9]{1,18})")
@@ -147,7 +150,7 @@ class WeightStore:
         chunk_bytes: int = CHUNK_BYTES,
         differences: bool = True,
         full_snapshot_every: int = 16,
-        look_s: float = _LOOK_S,
+        poll_s: float = _POLL_S,
         holder: Sender | None = None,
         receiver: BroadcastReceiver | None = None,
         files: SeenFiles | None = None,
@@ -156,16 +159,14 @@ class WeightStore:
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
 
-        In so many `shared_bytes` of its memory a machine keeps versions for all who fetch there;
-        without `sha256` the stock tools do not read what is published.
+        A machine keeps versions for all its actors in up to `shared_bytes` of its memory. Without
+        `sha256` the tools of NATS cannot read what is published. `files` are published with each
+        version, and compared with those of a fetched version. With `nccl` a learner publishes
+        through its `holder`, and others fetch through their `receiver`.
 
-        `files` are published with each version, and compared with those of a fetched version.
-
-        By `nccl` a learner publishes with its `holder` and others fetch with their `receiver`.
-
-        With `differences`, 16-bit weights are published and kept as the module says; every
-        `full_snapshot_every`-th version is whole. Who waits for a version looks for it every
-        `look_s`, should its announcement be lost.
+        With `differences`, 16-bit weights are published as the module describes; every
+        `full_snapshot_every`-th version is whole. `wait_newer` looks for a version every `poll_s`,
+        in case its announcement is lost.
 
         Raises ConfigError for the file transport without a folder.
         """
@@ -175,26 +176,26 @@ class WeightStore:
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
         self._holder = holder
         self._receiver = receiver
-        kept = differences and transport != "nccl"
-        self._history = WeightHistory(enabled=kept, full_snapshot_every=full_snapshot_every)
+        has_history = differences and transport != "nccl"
+        self._history = WeightHistory(enabled=has_history, full_snapshot_every=full_snapshot_every)
         self._shared = SharedMemory(scope, shared_bytes)
-        self._look_s = look_s
+        self._poll_s = poll_s
         self._files = files or SeenFiles([])
         self._announced = asyncio.Event()
         self._early: Manifest | None = None
-        """The newest version of this machine's shared memory that was not stored when it came."""
+        """The newest version in this machine's shared memory that was not stored when announced."""
         self._listening: Listening | None = None
 
     def draft(self, num_bytes: int) -> UnfinishedFile | None:
-        """Return a file in which this machine shares a version, to be written and published.
+        """Return a file of shared memory to write one version into, for `publish`.
 
-        None where versions are not shared. Each version has one of its own.
+        None where versions are not shared.
         """
         return self._shared.draft(num_bytes) if self._shares else None
 
     @property
     def _shares(self) -> bool:
-        """Whether versions are left in this machine's memory; files are mapped anyway."""
+        """Whether versions stay in this machine's shared memory; files are mapped anyway."""
         return self._payloads.transport == "object" and self._holder is None
 
     async def publish(
@@ -217,7 +218,9 @@ class WeightStore:
         else:
             early = await self._announce_early(version, kind, entries, views)
             manifest = await self._put_whole(version, kind, entries, views)
-            await self._offered(manifest.digest, views)  # asked for just now, so nobody removes it
+            await self._offered(
+                manifest.digest, views
+            )  # renews its time, so that it is not removed
             del early
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
@@ -236,9 +239,9 @@ class WeightStore:
         entries: list[TensorEntry],
         views: list[memoryview],
     ) -> memoryview | None:
-        """Give a version to the receivers of this machine, which need not wait for its storage.
+        """Announce a version to the receivers of this machine before it is stored.
 
-        It stays in shared memory as long as what is returned is held; None: it is not there.
+        It stays in shared memory while the returned view is held; None: it is not there.
         """
         if not self._shares:
             return None
@@ -253,9 +256,9 @@ class WeightStore:
     async def _publish_words(
         self, version: int, entries: list[TensorEntry], views: list[memoryview]
     ) -> Manifest:
-        """Store a version of 16-bit weights as differences, or whole where that is not more.
+        """Store a version of 16-bit weights as differences, or whole if that is smaller.
 
-        An anchor is stored whole, and as a difference for those who hold the version before.
+        An anchor is stored whole, and as a difference for receivers with the previous version.
         """
         mapped = whole_file(views)
         payload = await asyncio.to_thread(joined, views) if mapped is None else memoryview(mapped)
@@ -267,7 +270,7 @@ class WeightStore:
             if not made or self._history.is_anchor(version):
                 return await self._publish_anchor(version, entries, payload, stored)
         except StorageError:
-            places = (one.location for one in stored)
+            places = [difference.location for difference in stored]
             await self._payloads.remove(self._payloads.transport, places)
             raise
         digest = await asyncio.to_thread(digest_of, in_parts([payload]))
@@ -288,7 +291,7 @@ class WeightStore:
         return manifest
 
     async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
-        """Leave a version in memory for this machine's receivers."""
+        """Put a version into shared memory for this machine's receivers."""
         return await self._shared.offer(digest, views) if self._shares else None
 
     async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
@@ -355,7 +358,7 @@ class WeightStore:
         return None if entry is None else entry.value
 
     async def is_out(self, version: int) -> bool:
-        """Whether a version, or a newer one, was published and is where it can be fetched."""
+        """Return whether a version, or a newer one, was published and can be fetched."""
         latest = await self.latest()
         if latest is None or latest.version < version:
             return False
@@ -377,16 +380,16 @@ class WeightStore:
         not stored yet: `fetch` takes it from shared memory.
         """
         if self._listening is None:
-            self._listening = await self.broker.listen(self.scope.weights, self._hear)
+            self._listening = await self.broker.listen(self.scope.weights, self._note_announcement)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
             self._announced.clear()
-            manifests = [one for one in (await self.latest(), self._early) if one is not None]
-            newest = max(manifests, key=lambda one: one.version, default=None)
+            manifests = [item for item in (await self.latest(), self._early) if item is not None]
+            newest = max(manifests, key=lambda item: item.version, default=None)
             if newest is not None and newest.version > version:
                 return newest
-            wait_s = min(self._look_s, deadline - loop.time())
+            wait_s = min(self._poll_s, deadline - loop.time())
             if wait_s <= 0:
                 return None
             with contextlib.suppress(TimeoutError):
@@ -397,10 +400,10 @@ class WeightStore:
         """Return the tensors of a version: views of one buffer, checked against the digest.
 
         Raises NotFoundError when the version was removed, BrokerError when its digest does not
-        match twice, ConfigError where another version of tinkermq has published it then or without
+        match twice, ConfigError if it was then published by another version of tinkermq, or without
         the `receiver` that it needs, MessageError for a manifest that contradicts itself,
-        DeadlineError, StorageError (file transport), ModelError for a machine that sees other files
-        than the learner's.
+        DeadlineError, StorageError (file transport), and ModelError on a machine whose model files
+        differ from the learner's.
         """
         await self._check(manifest)
         try:
@@ -408,7 +411,7 @@ class WeightStore:
         except DigestMismatch:
             payload = await self._again(manifest, lambda: self._payload(manifest, _NOTHING.step_to))
         except NotFoundError:
-            if manifest is self._early:  # no longer in shared memory; it comes once it is stored
+            if manifest is self._early:  # no longer in shared memory: wait until it is stored
                 self._early = None
             raise
         return tensors_of(manifest.tensors, payload)
@@ -416,9 +419,10 @@ class WeightStore:
     async def receive(
         self, manifest: Manifest, receive: Callable[[Manifest], Awaitable[object]]
     ) -> None:
-        """Have `receive` take a version of the nccl transport, checked and repeated as in `fetch`.
+        """Have `receive` receive a version by `nccl`, checked and repeated as in `fetch`.
 
-        For who needs no payload in this process. Raises what `fetch` raises.
+        For engines whose workers receive it: this process needs no payload. Raises what `fetch`
+        raises.
         """
         await self._check(manifest)
         try:
@@ -431,7 +435,7 @@ class WeightStore:
         await asyncio.to_thread(self._files.check, manifest)
 
     async def _again(self, manifest: Manifest, fetch: Callable[[], Awaitable[T]]) -> T:
-        """Fetch once more, and nothing that is held counts."""
+        """Fetch once more, without the versions that are held."""
         try:
             return await fetch()
         except DigestMismatch as error:
@@ -453,7 +457,7 @@ class WeightStore:
     async def _payload(
         self, manifest: Manifest, step_to: Callable[[Manifest], Step | None]
     ) -> Payload:
-        """Return the bytes of a version, and hold what later ones may be made from."""
+        """Return the payload of a version, and hold what later ones may be made from."""
         if manifest.transport == "nccl":
             if self._receiver is None:
                 raise ConfigError(
@@ -519,45 +523,47 @@ class WeightStore:
             await self._remove_payload(entry.value)
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
-        """Remove all versions but these and so many of the newest, and those they are made of."""
+        """Remove all versions except these, the `newest`, and those that they are made from."""
         manifests = {item.value.version: item.value for item in await self._manifests.items()}
-        kept = versions | set(sorted(manifests, reverse=True)[:newest])
+        needed = versions | set(sorted(manifests, reverse=True)[:newest])
         anchors = {
             manifests[version].differences[-1].base
-            for version in kept & set(manifests)
+            for version in needed & set(manifests)
             if manifests[version].kind == "delta"
         }
-        for version in set(manifests) - kept - anchors:
+        for version in set(manifests) - needed - anchors:
             await self.remove(version)
         if self._holder is not None:
-            await self._holder.secure(manifests[one].location for one in versions & set(manifests))
+            still_there = versions & set(manifests)
+            await self._holder.secure(manifests[version].location for version in still_there)
 
     async def make_room(self, tensors: Mapping[str, TensorBytes], versions: Set[int]) -> None:
-        """Remove what nobody needs before a version of these tensors is published.
+        """Remove versions that are not needed, before one of these tensors is published.
 
-        `versions` stay, and the newest two: a receiver may be loading the older one. Where the new
-        version does not fit beside both, only the newest stays; who loads the other takes that.
+        `versions` stay, and the newest two: a receiver may be loading the older one. If the new
+        version does not fit beside both, only the newest stays; a receiver of the older one then
+        loads the newest.
         """
         await self.keep(versions, newest=NEWEST)
-        needed = _stored(sum(one.data.nbytes for one in tensors.values()))
+        needed = _stored(sum(tensor.data.nbytes for tensor in tensors.values()))
         if self._holder is None and await self._payloads.free_bytes() < needed:
             await self.keep(versions, newest=1)
 
     async def bound_bytes(self) -> int:
-        """Return how much all versions may take: the bucket's bound, or the room of the disk.
+        """Return how many bytes all versions may take: the bucket's bound, or the room of the disk.
 
         Raises NotFoundError when the bucket is gone.
         """
-        held = [one.value for one in await self._manifests.items()]
-        distinct = {one.version: one.stored_bytes for one in held if self._is_own(one)}
-        return sum(distinct.values()) + await self._payloads.free_bytes()
+        manifests = [entry.value for entry in await self._manifests.items()]
+        by_version = {item.version: item.stored_bytes for item in manifests if self._is_own(item)}
+        return sum(by_version.values()) + await self._payloads.free_bytes()
 
     def _is_own(self, manifest: Manifest) -> bool:
         """Whether the payload lies where this store puts its own."""
         return manifest.transport == self._payloads.transport
 
     async def sweep(self) -> None:
-        """Remove payloads that no manifest names: of a learner that died publishing."""
+        """Remove payloads that no manifest names: those of a learner that died while publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
             {location for manifest in manifests for location in locations(manifest)}
@@ -569,15 +575,15 @@ class WeightStore:
         if listening is not None:
             await listening.stop()
 
-    def _hear(self, message: Msg) -> None:
-        with contextlib.suppress(MessageError):  # what cannot be read only wakes
+    def _note_announcement(self, message: Msg) -> None:
+        with contextlib.suppress(MessageError):  # one that cannot be read only wakes
             early = WeightsAnnouncement.from_bytes(message.data).early
             if early is not None and early.host == socket.gethostname():
                 self._early = early
         self._announced.set()
 
     async def _advance_latest(self, manifest: Manifest) -> None:
-        """Make it the latest unless a newer one is; several learners cannot set it back."""
+        """Make it the latest unless a newer one is: another learner cannot set it back."""
 
         def newest(known: Manifest | None) -> Manifest:
             return manifest if known is None or known.version <= manifest.version else known

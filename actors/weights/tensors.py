@@ -135,7 +135,7 @@ def in_bytes(source: TensorSource) -> TensorBytes:
 
 
 def as_tensor(source: TensorSource, *, pinned: bool = False) -> Tensor:
-    """Return new weights as a tensor, of bytes in `pinned` memory; EngineError if they are none."""
+    """Return new weights as a tensor; EngineError for a size that does not fit."""
     if isinstance(source, Tensor):
         return source.detach()
     tensor = torch.empty(tuple(source.shape), dtype=dtype_of(source), pin_memory=pinned)
@@ -152,7 +152,7 @@ _NAMES_SHOWN = 8
 
 
 class WeightNames:
-    """The tensors that change from version to version; a tied one has several names."""
+    """The tensors that change from version to version; a tied tensor has several names."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """`weights` are the tensors themselves by name, on whatever device."""
@@ -216,7 +216,7 @@ class WeightNames:
 _ROWS, _COLUMNS, _WORD_BYTES = 256, 512, 8
 _SQUARE_BYTES = _ROWS * _COLUMNS * _WORD_BYTES
 PART_BYTES = 64 * _SQUARE_BYTES
-"""Of the payload that is moved and digested at a time."""
+"""Bytes of the payload that are moved and digested at a time."""
 
 
 def fingerprint(payload: Tensor) -> str:
@@ -236,7 +236,7 @@ class Fingerprint:
         self._totals: list[Tensor] = []
 
     def update(self, part: Tensor) -> None:
-        """Take in the next uint8[`PART_BYTES`]; its memory may be used again after this."""
+        """Add the next uint8[`PART_BYTES`]; its memory may be used again after this."""
         self._totals.extend(_sums(part))
 
     def hexdigest(self) -> str:
@@ -248,7 +248,7 @@ class Fingerprint:
 
 
 class Assembler:
-    """Makes tensors of a payload that comes in parts, each as soon as it is whole."""
+    """Makes tensors from a payload that comes in parts, each as soon as it is whole."""
 
     def __init__(self, entries: Iterable[tuple[str, str, Sequence[int], int]]) -> None:
         """`entries` are name, dtype, shape, and first byte in the payload, in ascending order."""
@@ -257,12 +257,12 @@ class Assembler:
         )
         self._place = 0
         self._open: tuple[Tensor, int] | None = None
-        """The bytes of the first entry, and how many have come; None before its first one."""
+        """The bytes of the first entry, and how many have arrived; None before its first one."""
 
     def add(self, part: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Take in the next uint8[N]; yield the tensors that are whole now, on its device.
+        """Add the next uint8[N]; yield the tensors that are whole now, on its device.
 
-        They have memory of their own; that of `part` may be used again after the last one.
+        They have their own memory; that of `part` may be used again after the last one.
         """
         end = self._place + part.numel()
         while self._entries and self._entries[0][3] <= end:
@@ -285,7 +285,7 @@ class Assembler:
 
     @property
     def is_done(self) -> bool:
-        """Whether all tensors have come."""
+        """Whether all tensors are whole."""
         return not self._entries
 
 

@@ -34,30 +34,30 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Trouble(NamedTuple):
-    """A wait that has lasted for long although the connection is up."""
+    """A long wait although the connection is up."""
 
     text: str
-    """For what, and what may be wrong."""
+    """What is waited for, and what may be wrong."""
     since: float
     """Seconds since the epoch."""
 
 
 class Availability:
-    """The state of one connection as those see it who wait for it."""
+    """The state of one connection, for its waits."""
 
     def __init__(self) -> None:
-        """Be away and not patient."""
+        """Start disconnected and not patient."""
         self.is_patient = False
         self._num_patient = 0
         self.outlasts_refusal = False
-        """Whether a refusal after a reconnect is waited out: who checks keys may be away."""
+        """Whether to wait after a refusal at a reconnect: the auth service may be away."""
         self.is_connected = False
         self._changed = asyncio.Event()
         self._away_s = 0.0
         self._away_since: float | None = None
-        self._came = float("-inf")
+        self._connected_at = float("-inf")
         self.unanswered: dict[object, Trouble] = {}
-        """What waits have lasted for long although the connection is up."""
+        """Long waits although the connection is up."""
 
     def clock(self) -> float:
         """Return the seconds of the loop's clock without those a patient connection was away."""
@@ -65,26 +65,26 @@ class Availability:
         return (now if self._away_since is None else self._away_since) - self._away_s
 
     def came(self) -> None:
-        """Take notice that the connection is up."""
+        """Note that the connection is up."""
         self._count()
         self._away_since = None
         self.is_connected = True
-        self._came = time.monotonic()
+        self._connected_at = time.monotonic()
         self._changed.set()
 
     def went(self) -> None:
-        """Take notice that the connection is lost."""
+        """Note that the connection is lost."""
         self.is_connected = False
         if self.is_patient and self._away_since is None:
             self._away_since = time.monotonic()
         self._changed.set()
 
     def up_for(self, seconds: float) -> bool:
-        """Whether it is so long that the connection last came up."""
-        return time.monotonic() - self._came > seconds
+        """Return whether the connection came up at least so long ago."""
+        return time.monotonic() - self._connected_at > seconds
 
     def set_patient(self, patient: bool) -> None:
-        """Wait for the broker for as long as it takes, or from now on by the deadlines."""
+        """Wait for the broker without a bound, or from now on until the deadlines."""
         self._count()
         self.is_patient = patient
         self._away_since = time.monotonic() if patient and not self.is_connected else None
@@ -104,7 +104,7 @@ class Availability:
                 self.set_patient(False)
 
     def wake(self) -> None:
-        """Let those who wait look again: the connection is closed for good."""
+        """Wake all waits: the connection is closed for good."""
         self._changed.set()
 
     async def wait(self, deadline: float, is_over: "asyncio.Event") -> None:
@@ -120,7 +120,7 @@ class Availability:
 
     @property
     def trouble(self) -> Trouble | None:
-        """Say what the broker does not do; None while all is well, and while it is away."""
+        """Return what the broker does not answer; None if nothing, and while it is away."""
         return next(iter(self.unanswered.values()), None) if self.is_connected else None
 
     def _count(self) -> None:
@@ -130,7 +130,7 @@ class Availability:
 
 
 class UnansweredRequest:
-    """One wait for an answer that does not come although the connection is up."""
+    """A wait for an answer although the connection is up."""
 
     def __init__(self, availability: Availability, waiting_for: str) -> None:
         self._availability = availability
@@ -146,7 +146,7 @@ class UnansweredRequest:
             _log.info("broker_wait_over", waited_for=self._waiting_for)
 
     def note(self, why: str) -> None:
-        """Take notice of one more attempt that came to nothing, and say so now and then."""
+        """Note a failed attempt, and log it now and then."""
         now = time.monotonic()
         if self._since is None or not self._availability.is_connected:
             self._since, self._next_word = now, now + TOLD_AFTER_S
@@ -159,19 +159,18 @@ class UnansweredRequest:
 
 # What nats-py reports only to a callback, turned into errors.
 #
-# A server that refuses a user who was let in before is asked again more slowly, for its auth
-# service may be starting; after half a minute the connection is closed for good, unless it is an
-# actor's.
+# A refusal of a user that was admitted before is retried more slowly, since the auth service may be
+# starting; after half a minute the connection is closed for good, unless it is an actor's.
 
 RECONNECT_WAIT_S = 0.05
 REFUSED_WAIT_S = 1.0
 REFUSED_FOR_S = 30.0
 _DROPPED_S = 5.0
-"""Between two complaints about messages of one subscription that were dropped."""
+"""Pause between two reports of dropped messages of one subscription."""
 
 
 class ErrorCallbacks:
-    """Takes the errors of one connection."""
+    """Receives the errors of one connection."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class ErrorCallbacks:
         self.last: Exception | None = None
         """The last error since the connection was up."""
         self.expects: asyncio.Future[BrokerError] | None = None
-        """Takes a refusal while the first connect is under way."""
+        """Receives a refusal during the first connect."""
         self._url = url
         self._user = user
         self._client = client
@@ -201,7 +200,7 @@ class ErrorCallbacks:
         return self.expects
 
     def forget(self) -> None:
-        """Take notice that the connection is up again."""
+        """Forget the last error: the connection is up again."""
         self.last = self._refused_since = None
         self._client.options["reconnect_time_wait"] = RECONNECT_WAIT_S
 
@@ -243,7 +242,7 @@ class ErrorCallbacks:
             callback(error)
 
 
-# Doing something idempotent until the broker answers.
+# Repeating idempotent operations until the broker answers.
 
 T = TypeVar("T")
 
@@ -255,7 +254,7 @@ _LOOK_S = 2.0
 async def persist(
     broker: "Broker", attempt: Callable[[], Awaitable[T]], deadline_s: float, waiting_for: str
 ) -> T:
-    """Attempt it again and again; see `Broker.retry`."""
+    """Repeat an attempt; see `Broker.retry`."""
     deadline, missed = broker.clock() + deadline_s, float("inf")
     pause_s = RETRY_PAUSE_S
     with UnansweredRequest(broker.availability, waiting_for) as unanswered:
@@ -308,7 +307,7 @@ async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str
     except (BrokerError, TimeoutError) as error:
         if isinstance(error, Refused) and error.is_absent:
             raise NoResponders(f"no stream stores {subject}") from error
-        return  # the broker is slow, or away: the same is asked again
+        return  # the broker is slow or away: the request is repeated
 
 
 def _is_over(broker: "Broker", deadline: float) -> bool:
@@ -316,12 +315,12 @@ def _is_over(broker: "Broker", deadline: float) -> bool:
 
 
 def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
-    """Whether reconnecting clients and elected leaders have had the time to answer."""
+    """Return whether reconnecting clients and elected leaders have had time to answer."""
     return broker.settled and broker.clock() >= min(missed + broker.absent_s, deadline)
 
 
 async def _has_jetstream(broker: "Broker") -> bool:
-    """Whether the server stores messages at all; a guest cannot know, and takes it for true."""
+    """Return whether the server stores messages; a guest cannot know and assumes so."""
     if broker.is_guest:
         return True
     try:

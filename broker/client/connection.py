@@ -59,20 +59,20 @@ _INFO = "STREAM.INFO."
 
 @dataclass(frozen=True)
 class Replication:
-    """How far what is stored may be behind what was confirmed."""
+    """How far reads may be behind confirmed writes."""
 
     reads_leader: bool
-    """Whether the newest is asked of a stream's leader: a replica may not have it."""
+    """Whether the newest message is read from a stream's leader: a replica may not have it."""
     lag_s: float
-    """How long what was confirmed may be missing where it is read."""
+    """How long a confirmed write may be missing in reads."""
     absent_s: float
-    """How long a stream may be without anybody who answers for it, though it is there."""
+    """How long an existing stream may be without an answer."""
 
 
 SINGLE = Replication(reads_leader=False, lag_s=0.0, absent_s=2.0)
-"""One server. While it is being stopped its streams end some time before its connections."""
+"""A single server. When it is stopped, its streams end some time before its connections."""
 CLUSTER = Replication(reads_leader=True, lag_s=3.0, absent_s=20.0)
-"""Several. Replicas lag behind their leader, and a stream may be about to elect one."""
+"""Several servers. Replicas lag behind their leader, and a stream may be electing one."""
 
 
 class StoreSubjects:
@@ -81,11 +81,11 @@ class StoreSubjects:
     asks_jetstream: ClassVar[bool] = True
 
     def __init__(self, subject: str = "") -> None:
-        """`subject` is that of the store proxy, empty for those who ask JetStream for all."""
+        """`subject` is that of the store proxy; empty: all requests go to JetStream."""
         self.subject = subject
 
     def passes(self, stream: str) -> bool:
-        """Whether requests for what a stream holds go through the store proxy."""
+        """Return whether reads of a stream go through the store proxy."""
         return bool(self.subject) and stream in _SHARED
 
     def direct_get(self, stream: str) -> str:
@@ -106,7 +106,7 @@ class StoreSubjects:
         return f"$JS.API.{verb}"
 
     def store(self, subject: str) -> str:
-        """Subject to which a message is sent that shall be stored on `subject`."""
+        """Subject to send a message to, for it to be stored on `subject`."""
         return subject
 
     def absent_s(self, replication: Replication) -> float:
@@ -115,12 +115,12 @@ class StoreSubjects:
 
 
 class GuestStoreSubjects(StoreSubjects):
-    """Chooses them for guests: all goes through the store proxy, which reports missing streams."""
+    """Chooses subjects for guests: the store proxy handles all, and reports missing streams."""
 
     asks_jetstream = False
 
     def passes(self, stream: str) -> bool:
-        """Whether requests for what a stream holds go through the store proxy: all do."""
+        """Return whether reads of a stream go through the store proxy: all do."""
         del stream
         return True
 
@@ -148,7 +148,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S = 5.0
 RECONNECT_GRACE_S = 2.0
 _REASON_S = 1.0
-"""For the reason of a server that closes a connection, which comes by another way."""
+"""How long to wait for the reason of a closed connection, which arrives separately."""
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
 
@@ -192,7 +192,7 @@ class Broker:
 
     @property
     def replication(self) -> Replication:
-        """How far what is stored may be behind: whether the server is one of several."""
+        """How far reads may be behind writes: whether the server is one of several."""
         return CLUSTER if server_info(self.nc).get("cluster") else SINGLE
 
     @property
@@ -202,7 +202,7 @@ class Broker:
 
     @property
     def settled(self) -> bool:
-        """Whether those who listened before the last reconnect have had time to come back."""
+        """Whether listeners from before the last reconnect have had time to return."""
         return self.availability.up_for(RECONNECT_GRACE_S)
 
     @property
@@ -211,7 +211,7 @@ class Broker:
         return self.availability.is_patient
 
     def clock(self) -> float:
-        """Return the time by which deadlines count: it stands still while a patient one is away."""
+        """Return the clock of deadlines; it stops while a patient connection is away."""
         return self.availability.clock()
 
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -621,7 +621,7 @@ async def first_connection(
 
 
 async def give_up_at(stopping: asyncio.Event, broker: Broker) -> None:
-    """Let waits for the broker end at their deadlines once `stopping` is set."""
+    """End waits for the broker at their deadlines once `stopping` is set."""
     await stopping.wait()
     broker.availability.set_patient(False)
 
@@ -677,7 +677,7 @@ async def drop_old_requests(
 
 
 async def _is_late(own: Broker, late_s: float) -> bool:
-    """Whether what the server sends now does not arrive for so long."""
+    """Return whether a message that the server sends now takes so long to arrive."""
     try:
         await own.nc.flush(cast("int", late_s))
     except nats.errors.FlushTimeoutError:

@@ -31,25 +31,24 @@ class FairQueue:
         self.bound: Callable[[str], int | None] = lambda _: DEFAULT_BOUND
         """How many requests of a user may run at once; None: as many as run in all."""
         self.num_refused = 0
-        """Requests that were not taken, so far."""
+        """Requests that were refused so far."""
         self._max_running = max_running
         self._waiting: OrderedDict[str, deque[tuple[Work, int]]] = OrderedDict()
         self._running: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._taken = 0
+        self._num_submitted = 0
 
     async def give_way(self) -> None:
-        """Let other tasks run now and then: to be awaited for each request that is taken."""
-        self._taken += 1
-        if self._taken % _YIELD_EVERY == 0:
+        """Let other tasks run now and then; await it before each `submit`."""
+        self._num_submitted += 1
+        if self._num_submitted % _YIELD_EVERY == 0:
             await asyncio.sleep(0)
 
     def submit(self, user: str, work: Work, num_bytes: int = 0) -> bool:
-        """Run a request of a user when it is its turn; False: the user has too many, it is not
-        taken.
+        """Run a request of a user when it is its turn; False: refused, the user has too many.
 
-        `num_bytes` is what it keeps in memory until it has ended.
+        `num_bytes` is the memory that it holds until it has ended.
         """
         waiting, held = self._waiting.get(user), self._bytes.get(user, 0)
         full = waiting is not None and len(waiting) >= WAITING_PER_RUNNING * self._most(user)
@@ -72,7 +71,7 @@ class FairQueue:
         return self._max_running if bound is None else min(max(bound, 1), self._max_running)
 
     def _start_next(self) -> None:
-        """Start what may run; whose turn it was goes to the end of the line."""
+        """Start requests that may run; a user whose request starts goes to the end of the queue."""
         for _ in range(len(self._waiting)):
             if len(self._tasks) >= self._max_running:
                 return
@@ -101,20 +100,20 @@ class FairQueue:
 
 
 class FairLock:
-    """What one at a time may do; of those that wait, the users take turns.
+    """A lock; of the tasks that wait for it, the users take turns.
 
-    For pieces of work that take the loop, or the broker, for long: requests of one user that run
-    beside each other then cost the others one such piece, not one of each.
+    For work that occupies the loop or the broker for long: concurrent requests of one user then
+    delay the others by one piece of such work, not by one of each request.
     """
 
     def __init__(self) -> None:
-        """Nobody has the turn."""
+        """Start unlocked."""
         self._is_taken = False
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @contextlib.asynccontextmanager
     async def turn(self, user: str) -> AsyncIterator[None]:
-        """Have the turn for a while."""
+        """Hold the lock during the block."""
         if self._is_taken:
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(user, deque()).append(waiting)
@@ -122,7 +121,7 @@ class FairLock:
                 await waiting
             except asyncio.CancelledError:
                 if waiting.done() and not waiting.cancelled():
-                    self._pass_on()  # it was given the turn meanwhile
+                    self._pass_on()  # it got the lock meanwhile
                 raise
         self._is_taken = True
         try:
@@ -142,13 +141,13 @@ class FairLock:
         self._is_taken = False
 
 
-# How often something may happen, for each of many keys. Pure: time is given.
+# How often events of each of many keys may happen. Pure: the time is an argument.
 
 MAX_KEYS = 10_000
 
 
 class _Bucket(NamedTuple):
-    """What is left of a key's burst, as of when, and the events refused since the last one."""
+    """What is left of a key's burst, at which time, and the events refused since the last one."""
 
     left: float
     since: float
@@ -156,21 +155,21 @@ class _Bucket(NamedTuple):
 
 
 class Rates:
-    """Lets `burst` events of a key through at once, and `per_s` of them in the long run."""
+    """Allows `burst` events of a key at once, and `per_s` of them in the long run."""
 
     def __init__(self, per_s: float, burst: int, *, max_keys: int = MAX_KEYS) -> None:
-        """Know no key; of more than `max_keys` those heard of least lately are forgotten."""
+        """Start without keys; of more than `max_keys` the least recently used are forgotten."""
         self._per_s = per_s
         self._burst = burst
         self._buckets: LRUCache[str, _Bucket] = LRUCache(max_keys)
 
     @property
     def num_keys(self) -> int:
-        """How many keys are remembered."""
+        """Number of keys that are remembered."""
         return len(self._buckets)
 
     def take(self, key: str, now: float) -> int | None:
-        """Return None for an event over the bound, else how many of its key were before it."""
+        """Return None for an event over the bound, else the refused events of its key before it."""
         left, since, refused = self._buckets.get(key, _Bucket(float(self._burst), now, 0))
         left = min(left + (now - since) * self._per_s, float(self._burst))
         if left < 1:

@@ -28,12 +28,12 @@ def server_urls(url: str) -> list[str]:
 
 def split_servers(url: str, schemes: frozenset[str] = SCHEMES) -> list[SplitResult]:
     """Return the URL of each server in its parts; ValueError unless all of them could be one's."""
-    servers = [urlsplit(one) for one in server_urls(url)]
+    servers = [urlsplit(server) for server in server_urls(url)]
     for server in servers:
         if server.scheme not in schemes or not server.hostname:
-            raise ValueError(f"{server.netloc!r} is no server")
+            raise ValueError(f"{server.netloc!r} is not the address of a server")
     if len({server.scheme for server in servers}) > 1:
-        raise ValueError("some servers shall encrypt, others not")
+        raise ValueError("either all servers must encrypt or none")
     return servers
 
 

@@ -86,7 +86,7 @@ def invitation_code(pool_secret: bytes, *request: str) -> tuple[str, str]:
 
 
 def id_of_invitation(code: str) -> str | None:
-    """Return the id of an invitation, or None if this is no code."""
+    """Return the id of an invitation, or None if this is not a code."""
     kind, _, rest = code.partition("_")
     number, _, secret = rest.partition("_")
     is_code = kind == _INVITATION and len(secret) == _SECRET_CHARS and number.isalnum()
@@ -109,9 +109,9 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def is_same(one: str, other: str) -> bool:
+def is_same(first: str, other: str) -> bool:
     """Compare two hashes in constant time."""
-    return hmac.compare_digest(one.encode(), other.encode())
+    return hmac.compare_digest(first.encode(), other.encode())
 
 
 def job_key(identity: JobIdentity, secret: bytes) -> str:
@@ -121,7 +121,7 @@ def job_key(identity: JobIdentity, secret: bytes) -> str:
 
 
 def read_job_key(key: str) -> JobIdentity | None:
-    """Return whom a job key says it stands for, unchecked; None if this is no job key."""
+    """Return the job that a job key names, unchecked; None if this is not a job key."""
     parts = key.split(".")
     if len(parts) != 7 or parts[0] != _JOB_KEY or not parts[5].isdecimal():
         return None

@@ -163,7 +163,7 @@ def _of_service(path: Path) -> Login:
             hint=f"${CREDENTIALS_VARIABLE} names a file that `tinkermq init` has written",
         ) from error
     if name not in SERVICES:
-        raise AuthError(f"{path} is no credentials file of a service")
+        raise AuthError(f"{path} is not the credentials file of a service")
     return Login(name, inbox(name), options={_SEED: seed})
 
 

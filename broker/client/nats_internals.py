@@ -96,7 +96,7 @@ class CarefulClient(Client):
         data: bytes,
         headers: dict[str, str] | None,
     ) -> Msg:
-        """Make a message, though its subjects are no UTF-8."""
+        """Make a message, also of subjects that are not UTF-8."""
         return super()._build_message(sid, _utf_8(subject), _utf_8(reply), data, headers)
 
     async def close(self) -> None:

@@ -52,7 +52,7 @@ class SharedInbox:
         if self._listening is None:
             async with self._subscribing:
                 if self._listening is None:
-                    self._listening = await self._broker.listen(f"{self._prefix}.*", self._take)
+                    self._listening = await self._broker.listen(f"{self._prefix}.*", self._receive)
         subject = f"{self._prefix}.{next(self._numbers)}"
         self._takers[subject] = take
         return subject
@@ -67,16 +67,16 @@ class SharedInbox:
         if listening is not None:
             await listening.stop()
 
-    def _take(self, message: Msg) -> None:
+    def _receive(self, message: Msg) -> None:
         if taker := self._takers.get(message.subject):
             taker(message)
 
 
 class Room(Protocol):
-    """Memory for what has come and was not taken yet."""
+    """Memory for parts that arrived and were not read yet."""
 
     def hold(self, num_bytes: int) -> None:
-        """Take so many bytes; raises a TinkermqError where there is no room."""
+        """Reserve so many bytes; raises a TinkermqError without room for them."""
         ...
 
     def release(self, num_bytes: int) -> None:
@@ -107,21 +107,21 @@ class Inbox:
         self._subjects: list[str] = []
         self._prefix = "" if shared is not None else broker.nc.new_inbox()
         self._number = 0
-        self._asked = ""
+        self._request_subject = ""
         self._arrived: asyncio.Queue[Msg | errors.TinkermqError] = asyncio.Queue()
         self._listening: Listening | None = None
         self._removals = [broker.on_error(self._denied)]
         if ends_with_connection:
-            self._removals.append(broker.on_disconnect(self._lost))
+            self._removals.append(broker.on_disconnect(self._note_disconnect))
 
     async def new_subject(self) -> str:
         """Return a subject whose messages come here, of one request."""
         if self._shared is not None:
-            subject = await self._shared.new_subject(self._take)
+            subject = await self._shared.new_subject(self._receive)
             self._subjects.append(subject)
             return subject
         if self._listening is None:
-            self._listening = await self._broker.listen(f"{self._prefix}.*", self._take)
+            self._listening = await self._broker.listen(f"{self._prefix}.*", self._receive)
         self._number += 1
         return f"{self._prefix}.{self._number}"
 
@@ -131,13 +131,13 @@ class Inbox:
         A server that looks whether anybody listens there finds no wildcard, and would wait for one
         who does.
         """
-        self._listening = await self._broker.listen(self._prefix, self._take)
+        self._listening = await self._broker.listen(self._prefix, self._receive)
         return self._prefix
 
     async def ask(self, subject: str, payload: bytes) -> str:
         """Send a request; return the subject of its answers. Raises what `Broker.send` raises."""
         reply = await self.new_subject()
-        self._asked = subject
+        self._request_subject = subject
         await self._broker.send(subject, payload, reply=reply)
         return reply
 
@@ -179,7 +179,7 @@ class Inbox:
         if listening is not None:
             await listening.stop()
 
-    def _take(self, message: Msg) -> None:
+    def _receive(self, message: Msg) -> None:
         if self._is_over:
             return
         try:
@@ -196,11 +196,11 @@ class Inbox:
         if self._room is not None:
             self._room.release(len(message.data))
 
-    def _lost(self) -> None:
-        self._arrived.put_nowait(faults.broken(self._broker.url, self._asked))
+    def _note_disconnect(self) -> None:
+        self._arrived.put_nowait(faults.broken(self._broker.url, self._request_subject))
 
     def _denied(self, error: errors.BrokerError) -> None:
-        if isinstance(error, errors.DeniedError) and error.subject == self._asked.lower():
+        if isinstance(error, errors.DeniedError) and error.subject == self._request_subject.lower():
             self._arrived.put_nowait(error)
 
 
@@ -500,7 +500,7 @@ async def ask_parts(
         order = _Order(rank, least_rank, waiting_for)
         empty = vars(part_model())
         while not ended:
-            left_s = order.heard + silence_s - time.monotonic()
+            left_s = order.last_part_at + silence_s - time.monotonic()
             received = await _next(inbox, subject, waiting_for, left_s, silence_s)
             part = order.next_part(part_model.from_bytes(received))
             if part is None:
@@ -521,7 +521,7 @@ class _Order(Generic[P]):
     """The order of an answer's parts, and whose parts count if several answer."""
 
     def __init__(self, rank: Callable[[P], int] | None, least: int, waiting_for: str) -> None:
-        self.heard = time.monotonic()
+        self.last_part_at = time.monotonic()
         self._rank = rank
         self._waiting_for = waiting_for
         self._top = least
@@ -539,7 +539,7 @@ class _Order(Generic[P]):
                 f"a part of the answer of {self._waiting_for} was lost", hint=_AGAIN
             )
         self._index += 1
-        self.heard = time.monotonic()
+        self.last_part_at = time.monotonic()
         return part
 
 

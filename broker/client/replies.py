@@ -155,11 +155,11 @@ async def listen(
     nats-py itself goes on for as long as messages wait, however many there are.
     """
     subscription: Subscription | None = None
-    taken = itertools.count(1)
+    num_messages = itertools.count(1)
 
     async def on_message(message: Msg) -> None:
         take(message)
-        if next(taken) % _YIELD_EVERY == 0 and not is_behind(subscription):
+        if next(num_messages) % _YIELD_EVERY == 0 and not is_behind(subscription):
             await asyncio.sleep(0)
 
     subscription = await cast("Any", client).subscribe(subject, queue=queue, cb=on_message)
@@ -168,7 +168,7 @@ async def listen(
 
 
 def is_behind(subscription: Subscription | None) -> bool:
-    """Whether so much waits that nats-py would drop some if it read on before it is taken."""
+    """Return whether nats-py would drop messages if it read on before handling those that wait."""
     return subscription is not None and (
         subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES
     )

@@ -56,7 +56,7 @@ RUNNING_BYTES = 256 << 20
 always fits."""
 INBOXES = "_INBOX"
 VERSION = "0.1.0"
-"""Of the package; to read its metadata takes a tenth of an actor's start."""
+"""Version of the package, as a constant: reading its metadata takes a tenth of an actor's start."""
 _OF_MANY_USERS = f"{PREFIX}.rpc.*."
 _DRAIN_S = 5.0
 _BUSY_S = 50.0
@@ -66,12 +66,12 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What is known of a request besides its payload."""
+    """A request's subject, headers and sender."""
 
     subject: str
-    """The subject it came on."""
+    """Subject of the request."""
     traceparent: str = ""
-    """W3C trace context that came with it."""
+    """W3C trace context of the request."""
 
     @property
     def user(self) -> str:
@@ -80,12 +80,12 @@ class RequestContext:
 
     @property
     def caller(self) -> str:
-        """The user who sent it: another than `user` is an admin who acts for him."""
+        """The user that sent it: if not `user`, an admin that acts for the user."""
         return caller_of_rpc(self.subject)
 
     @property
     def who(self) -> str:
-        """Who is to be named in an event."""
+        """The sender, as events name it."""
         return f"user {self.caller}" + (f" for {self.user}" if self.caller != self.user else "")
 
 
@@ -94,7 +94,7 @@ Handler = Callable[..., Awaitable[Message]]
 
 
 RawHandler = Callable[[Request], Coroutine[Any, Any, None]]
-"""Takes one request as it came, and sends the replies itself."""
+"""Receives a raw request, and sends the replies itself."""
 
 
 class Service:
@@ -238,7 +238,7 @@ class Service:
         self._free.release()
 
     async def stop(self, drain_s: float = _DRAIN_S) -> None:
-        """Take no more requests, and give those that run `drain_s` to finish."""
+        """Stop receiving requests, and give running ones `drain_s` to finish."""
         if not self._broker.nc.is_closed:
             for subscription in subscriptions(self._micro):
                 with contextlib.suppress(nats.errors.BadSubscriptionError):  # ended already
@@ -272,7 +272,7 @@ class _Endpoint:
         """nats-py's endpoint; the first requests may come before it is known."""
 
     async def take_turn(self, request: Request) -> None:
-        """Answer when it is its user's turn; refuse a user with too many at once."""
+        """Answer when it is the user's turn; refuse at once if the user has too many requests."""
         assert self._share is not None
         if not self._is_behind:
             await self._share.give_way()
@@ -299,11 +299,11 @@ class _Endpoint:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether so much waits, of all users, that the next of them would be dropped."""
+        """Whether so many requests of all users wait that further ones would be dropped."""
         return self.micro.done() and is_behind(self.micro.result().subscription)
 
     async def answer(self, request: Request) -> None:
-        """Handle one request; nothing that it holds or causes comes out of here as an error."""
+        """Handle one request; errors that it causes are answered or logged, never raised."""
         started = time.perf_counter_ns()
         payload, headers = await self._reply_to(request)
         await self._count(time.perf_counter_ns() - started, headers)
@@ -346,7 +346,7 @@ class _Endpoint:
 
 
 def allowed_reply(subject: str, reply: str) -> str:
-    """Return where to send the reply to a request; empty where there shall be none."""
+    """Return the subject for the reply to a request; empty: no reply."""
     if reply and not reply.startswith(INBOXES):  # we may publish where the caller may not
         _log.warning("reply_refused", subject=subject, reply=reply)
         return ""
@@ -354,7 +354,7 @@ def allowed_reply(subject: str, reply: str) -> str:
 
 
 def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:
-    """Let handlers that do not need the context go without it."""
+    """Wrap a handler without a context parameter."""
     if len(inspect.signature(handler).parameters) >= 2:
         return handler
 

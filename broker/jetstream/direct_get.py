@@ -198,41 +198,41 @@ R = TypeVar("R")
 
 
 class RequestBatcher(Generic[K, Q, R]):
-    """Gathers, by key, what is asked for within one turn of the event loop."""
+    """Collects requests by key, during one turn of the event loop."""
 
     def __init__(
         self, send: Callable[[K, list[Q]], Awaitable[Sequence[R | TinkermqError]]]
     ) -> None:
         """`send(key, questions)` returns an answer or an error for each question, in order."""
         self._send = send
-        self._asked: dict[K, list[tuple[Q, asyncio.Future[R]]]] = {}
+        self._waiting: dict[K, list[tuple[Q, asyncio.Future[R]]]] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     def ask(self, key: K, question: Q) -> "asyncio.Future[R]":
         """Return the future of the answer."""
         loop = asyncio.get_running_loop()
-        waiting = self._asked.get(key)
+        waiting = self._waiting.get(key)
         if waiting is None:
-            waiting = self._asked[key] = []
+            waiting = self._waiting[key] = []
             loop.call_soon(self._go, key)
         future: asyncio.Future[R] = loop.create_future()
         waiting.append((question, future))
         return future
 
     def _go(self, key: K) -> None:
-        task = asyncio.create_task(self._answer(key, self._asked.pop(key)), name=f"ask {key}")
+        task = asyncio.create_task(self._answer(key, self._waiting.pop(key)), name=f"ask {key}")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _answer(self, key: K, asked: list[tuple[Q, "asyncio.Future[R]"]]) -> None:
+    async def _answer(self, key: K, requests: list[tuple[Q, "asyncio.Future[R]"]]) -> None:
         try:
-            answers = await self._send(key, [question for question, _ in asked])
-        except Exception as error:  # noqa: BLE001  handed on to those who asked
-            for _, future in asked:
+            answers = await self._send(key, [question for question, _ in requests])
+        except Exception as error:  # noqa: BLE001  raised where the answer is awaited
+            for _, future in requests:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), answer in zip(asked, answers, strict=True):
+        for (_, future), answer in zip(requests, answers, strict=True):
             if future.done():
                 continue
             if isinstance(answer, TinkermqError):
@@ -296,7 +296,9 @@ class StreamReader:
         Raises NotFoundError when the stream is not there, DeadlineError.
         """
         if not self._listening:
-            self._listening = [await self._broker.listen(s, self._hear) for s in self._signs]
+            self._listening = [
+                await self._broker.listen(s, self._note_message) for s in self._signs
+            ]
         if self._next_seq is None:
             state = (await stream_info(self._broker, self._stream))["state"]
             self._next_seq = int(state["last_seq"]) + 1
@@ -361,11 +363,11 @@ class StreamReader:
                 await self._sign.wait()
         return self._sign.is_set()
 
-    def _hear(self, _: Msg) -> None:
+    def _note_message(self, _: Msg) -> None:
         self._sign.set()
 
     async def _close(self) -> None:
         listening, self._listening = self._listening, []
-        for one in listening:
-            await one.stop()
+        for subscription in listening:
+            await subscription.stop()
         await self._inbox.close()

@@ -37,9 +37,9 @@ _TOMBSTONE_TTL_S = 3600
 _AT_ONCE = 50
 _MAX_TRIES = 20
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
-_MAX_TOLD = 1024
+_MAX_REPORTED = 1024
 
-_told: dict[tuple[str, str], str] = {}
+_reported: dict[tuple[str, str], str] = {}
 _log = structlog.get_logger()
 
 
@@ -285,11 +285,11 @@ class Bucket(Generic[M]):
 
 def _tell_once(bucket: str, key: str, error: str) -> None:
     """Log what is wrong with an entry, unless that was the last thing logged of it."""
-    if _told.get((bucket, key)) == error:
+    if _reported.get((bucket, key)) == error:
         return
-    if len(_told) >= _MAX_TOLD:
-        _told.clear()
-    _told[bucket, key] = error
+    if len(_reported) >= _MAX_REPORTED:
+        _reported.clear()
+    _reported[bucket, key] = error
     _log.error("key_damaged", bucket=bucket, key=key, error=error)
 
 
@@ -424,11 +424,11 @@ class Mirror(Generic[M]):
             self._listed = time.monotonic()
             before = set(self.entries)
             with contextlib.suppress(NotFoundError):
-                found, damaged = await self.bucket.read_all(self._prefix)
+                entries, damaged = await self.bucket.read_all(self._prefix)
                 self.damaged = {error.key: error for error in damaged}
-                for key in before - {entry.key for entry in found} - set(self.damaged):
+                for key in before - {entry.key for entry in entries} - set(self.damaged):
                     del self.entries[key]
-                for entry in found:
+                for entry in entries:
                     self.put(entry)
             return before | set(self.entries)
         keys, self._stale = sorted(self._stale), set()

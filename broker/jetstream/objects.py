@@ -134,7 +134,7 @@ class BulkLink:
                 words = self._line().split(b" ")
                 if words[0] == b"HMSG":
                     head_bytes, total_bytes = int(words[-2]), int(words[-1])
-                    status, headers = nats_internals.parse_headers(self._take(head_bytes))
+                    status, headers = nats_internals.parse_headers(self._read_bytes(head_bytes))
                     return Incoming(headers, status, total_bytes - head_bytes)
                 if words[0] == b"MSG":
                     return Incoming({}, "", int(words[-1]))
@@ -153,7 +153,7 @@ class BulkLink:
             self._start += here
             while here < len(target):
                 here += self._receive_into(target[here:])
-            self._take(2)  # the line end behind a payload
+            self._read_bytes(2)  # the line end behind a payload
 
     def _line(self) -> bytes:
         """Return the next control line, answering the server's pings on the way."""
@@ -170,12 +170,12 @@ class BulkLink:
                 return line
             self._send(b"PONG\r\n")
 
-    def _take(self, num_bytes: int) -> bytes:
+    def _read_bytes(self, num_bytes: int) -> bytes:
         while self._end - self._start < num_bytes:
             self._fill()
-        taken = bytes(self._view[self._start : self._start + num_bytes])
+        data = bytes(self._view[self._start : self._start + num_bytes])
         self._start += num_bytes
-        return taken
+        return data
 
     def _fill(self) -> None:
         """Receive more into the buffer, behind what is not taken yet."""
@@ -488,9 +488,9 @@ class _Reading:
     def run(self, link: BulkLink) -> None:
         """Receive to the end; after an error what came whole stays, and `run` goes on behind it."""
         while self._num_bytes < len(self._buffer):
-            self._ask(link)
+            self._request_window(link)
             while (message := link.next()).status == "":
-                self._take(link, message)
+                self._read_part(link, message)
             self._check_end(message)
 
     def digest(self) -> str:
@@ -498,7 +498,7 @@ class _Reading:
         self._digester.shutdown(wait=True)
         return self._digest.hexdigest()
 
-    def _ask(self, link: BulkLink) -> None:
+    def _request_window(self, link: BulkLink) -> None:
         request = {
             "seq": self._next_seq,
             "next_by_subj": self._subject,
@@ -507,7 +507,7 @@ class _Reading:
         }
         link.publish(self._asking, json.dumps(request).encode(), f"{link.inbox}.get")
 
-    def _take(self, link: BulkLink, message: Incoming) -> None:
+    def _read_part(self, link: BulkLink, message: Incoming) -> None:
         end = self._num_bytes + message.num_bytes
         if end > len(self._buffer):
             raise DigestMismatch(f"an object of {self._stream} is longer than announced")

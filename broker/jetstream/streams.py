@@ -143,11 +143,13 @@ async def create_job_streams(
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
-    wanted = {scope.stream_segment: segments, f"OBJ_{scope.object_checkpoints}": checkpoints}
-    wanted |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
-    wanted[scope.stream_validation] = validation
+    is_made = {scope.stream_segment: segments, f"OBJ_{scope.object_checkpoints}": checkpoints}
+    is_made |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
+    is_made[scope.stream_validation] = validation
     configs = job_streams(scope, limits, weights_bytes)
-    made = (ensure_stream(broker, config) for config in configs if wanted.get(config["name"], True))
+    made = (
+        ensure_stream(broker, config) for config in configs if is_made.get(config["name"], True)
+    )
     await asyncio.gather(*made)
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)
@@ -163,7 +165,7 @@ async def bound_weights(broker: Broker, scope: JobScope, num_bytes: int) -> None
     name = f"OBJ_{scope.object_weights}"
     config = (await stream_info(broker, name))["config"] | {"max_bytes": num_bytes}
     try:
-        await _ask(broker, f"STREAM.UPDATE.{name}", config)
+        await _request(broker, f"STREAM.UPDATE.{name}", config)
     except Refused as error:
         hint = "look at it with `nats stream info`"
         if error.err_code in _NO_SPACE:
@@ -196,11 +198,11 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
             room = _LAST_WORDS_BYTES if name in {scope.stream_feed, scope.stream_log} else 0
             bound = max(int(info["state"]["bytes"]) + room, 1)
             if name == scope.stream_segment and info["state"]["messages"]:
-                await _ask(broker, f"STREAM.PURGE.{name}", None)
+                await _request(broker, f"STREAM.PURGE.{name}", None)
             stored += int(info["state"]["bytes"])
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
-                await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
+                await _request(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
         except errors.NotFoundError:  # the job never started, or was just removed
             continue
     return stored
@@ -235,7 +237,7 @@ async def ensure_task_consumer(
         "filter_subject": subjects,
     }
     verb = f"CONSUMER.CREATE.{stream}.{name}.{subjects}"
-    await _ask(broker, verb, {"stream_name": stream, "config": config})
+    await _request(broker, verb, {"stream_name": stream, "config": config})
 
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
@@ -274,7 +276,7 @@ async def _refuse_without_records(broker: Broker) -> None:
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
     except errors.NotFoundError:
-        answer = await _ask(broker, "STREAM.NAMES", {"subject": JobScope.all_batches()})
+        answer = await _request(broker, "STREAM.NAMES", {"subject": JobScope.all_batches()})
         if names := answer.get("streams"):
             raise errors.StateError(
                 f"there is no stream KV_{BUCKET_JOBS}, which held the records of all jobs, and "
@@ -410,7 +412,7 @@ def num_replicas() -> int:
     text = os.environ.get(REPLICAS_VARIABLE, "1")
     if text not in ("1", "3", "5"):
         raise errors.BrokerError(
-            f"{REPLICAS_VARIABLE}={text!r} is no number of replicas",
+            f"{REPLICAS_VARIABLE}={text!r} must be 1, 3 or 5",
             hint="set it to 3 for a cluster of three servers, or leave it out",
         )
     return int(text)
@@ -454,14 +456,14 @@ async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
     """
     name = config["name"]
     try:
-        await _ask(broker, f"STREAM.CREATE.{name}", config)
+        await _request(broker, f"STREAM.CREATE.{name}", config)
     except Refused as error:
         if error.err_code != _NAME_IN_USE:
             raise _refused(name, config, error) from error
         try:
             present = await stream_info(broker, name)
             replicas = max(config["num_replicas"], int(present["config"]["num_replicas"]))
-            await _ask(broker, f"STREAM.UPDATE.{name}", {**config, "num_replicas": replicas})
+            await _request(broker, f"STREAM.UPDATE.{name}", {**config, "num_replicas": replicas})
         except Refused as update_error:
             raise _refused(name, config, update_error) from update_error
 
@@ -469,12 +471,12 @@ async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
 async def delete_stream(broker: Broker, name: str) -> None:
     """Delete a stream with all that it holds; harmless when it is gone."""
     with contextlib.suppress(errors.NotFoundError):
-        await _ask(broker, f"STREAM.DELETE.{name}", None)
+        await _request(broker, f"STREAM.DELETE.{name}", None)
 
 
 async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
     """Return what the server says of a stream; raises NotFoundError when it is gone."""
-    return await _ask(broker, f"STREAM.INFO.{name}", None)
+    return await _request(broker, f"STREAM.INFO.{name}", None)
 
 
 async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]:
@@ -482,7 +484,7 @@ async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]
     subject_names: list[str] = []
     while True:
         request = {"subjects_filter": subjects, "offset": len(subject_names)}
-        answer = await _ask(broker, f"STREAM.INFO.{name}", request)
+        answer = await _request(broker, f"STREAM.INFO.{name}", request)
         page: dict[str, int] = answer["state"].get("subjects") or {}
         subject_names += page
         if not page or len(subject_names) >= int(answer.get("total", 0)):
@@ -491,7 +493,7 @@ async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]
 
 async def num_messages(broker: Broker, name: str, subject: str) -> int:
     """Return how many messages a stream holds on one subject."""
-    answer = await _ask(broker, f"STREAM.INFO.{name}", {"subjects_filter": subject})
+    answer = await _request(broker, f"STREAM.INFO.{name}", {"subjects_filter": subject})
     held: dict[str, int] = answer["state"].get("subjects") or {}
     return held.get(subject, 0)
 
@@ -505,7 +507,7 @@ def numbers_of(subjects: list[str]) -> set[int]:
     return numbers
 
 
-async def _ask(broker: Broker, verb: str, request: StreamConfig | None) -> dict[str, Any]:
+async def _request(broker: Broker, verb: str, request: StreamConfig | None) -> dict[str, Any]:
     return await broker.retry(
         lambda: broker.api(verb, request), deadline_s=_DEADLINE_S, waiting_for=f"$JS.API.{verb}"
     )

@@ -156,8 +156,8 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
     if models is None:
         raise ModelError(
             f"the shape of model.path={job.model.path}, or of another model of the job, is not "
-            "known here: no such folder has a config.json, and it is no published model that "
-            "tinkermq knows",
+            "known here: no such folder has a config.json, and tinkermq does not know a published "
+            "model of this name",
             hint="give a folder, or fetch the model to the hub's cache (`hf download NAME "
             "config.json`)",
         )

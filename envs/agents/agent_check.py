@@ -173,7 +173,7 @@ def scripted_answer(call: LocalCall) -> str:
     reasoning, white space, arguments spaced as no serialiser does.
     """
     tools = {name: tool for tool in call.request.tools if (name := tool_name(tool))}
-    called = {one.name for message in call.history for one in message.calls}
+    called = {item.name for message in call.history for item in message.calls}
     form = call.request.decoding.format
     if form is not None and form.functions and (form.json_schema is None or not called):
         allowed = sorted(form.functions, key=lambda name: (name in called, _is_end(name)))
@@ -274,7 +274,7 @@ def _difference(call: LocalCall, earlier: Sequence[LocalAnswer]) -> str:
     """Return why a call continues none of the earlier answers; empty where it does."""
     if call.parent is not None or not earlier:
         return ""
-    near = max(earlier, key=lambda one: (num_common(call.history, one.path), one.number))
+    near = max(earlier, key=lambda answer: (num_common(call.history, answer.path), answer.number))
     common = num_common(call.history, near.path)
     if common == len(near.path):
         return f"other tools than call {near.call.number}"

@@ -1,4 +1,4 @@
-"""Writing to disks: wait while a disk is full, raise everything else. Looking at those of users."""
+"""Writes that wait while a disk is full, appended lines, and reads of disks that may hang."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a disk without room."""
+    """Return whether an error, or its cause, is a full disk."""
     while error is not None:
         if isinstance(error, StorageError) and error.is_full:
             return True
@@ -42,9 +42,9 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException, place: Path) -> str:
-    """Say what to do after `error` met a write at a file or folder `place`.
+    """Return a hint what to do after a write to the file or folder `place` failed with `error`.
 
-    Libraries do not report why they failed; a small write there does.
+    Libraries do not report why they failed; a small write to the same folder does.
     """
     number = _errno(error) or _errno_of_writing(place)
     if number in _FORBIDDEN:
@@ -67,9 +67,9 @@ def _errno(error: BaseException | None) -> int | None:
 
 
 def _errno_of_writing(place: Path) -> int | None:
-    there = next((one for one in (place, *place.parents) if one.is_dir()), Path("/"))
+    folder = next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
@@ -92,10 +92,10 @@ async def with_room(
     *,
     first_word: Callable[[str], Awaitable[None]] | None = None,
 ) -> T:
-    """Write `what` as soon as there is room for it.
+    """Write `what`, waiting while its disk is full.
 
-    `write` is called again while the disk is full, so it must leave nothing of a failed attempt.
-    `first_word` is called once there is no room.
+    `write` is called again until there is room, so it must leave nothing of a failed attempt.
+    `first_word` is called with the message of the first failure.
     """
     try:
         return await write()
@@ -119,46 +119,48 @@ async def with_room(
             return written
 
 
-# Files that users name: their disk may hang, or what stands there may be a pipe.
+# Files that users name: their disk may hang, or they may be a pipe.
 
 
 class DiskThreads:
-    """Looks at files that users name, each time in a thread of its own.
+    """Reads files that users name, each in a thread of its own.
 
-    One that hangs takes no thread from others: neither from the loop's work, nor from other users,
-    nor from the end of the process.
+    A read that hangs does not occupy threads of the event loop or of other users, and does not
+    delay the end of the process.
     """
 
     def __init__(self, most: int, deadline_s: float) -> None:
-        """Have `most` threads for each of those who ask, and wait so long for each look."""
+        """Use at most `most` threads for each user, and wait `deadline_s` for each read."""
         self._most = most
         self._deadline_s = deadline_s
         self._free: dict[str, asyncio.Semaphore] = {}
 
-    async def look(self, who: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """Return what `read` returns; raises what it raises, TimeoutError when that takes too long.
+    async def look(
+        self, who: str, read: Callable[P, T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """Return what `read` returns; raises what it raises, TimeoutError after the deadline.
 
-        A look that is given up goes on, and keeps one of the threads for `who` until it ends.
+        A read that timed out continues, and occupies one of the threads of `who` until it ends.
         """
         free = self._free.setdefault(who, asyncio.Semaphore(self._most))
         async with asyncio.timeout(self._deadline_s):
             await free.acquire()
-            looking = in_daemon_thread(partial(read, *given, **named), "look at a disk")
+            looking = in_daemon_thread(partial(read, *arguments, **named), "look at a disk")
             looking.add_done_callback(lambda _: free.release())
             return await asyncio.shield(looking)
 
 
 # Files to which lines are appended, each whole or not at all.
 #
-# What a full disk leaves of an append is taken back. What a death leaves of one is a line without
-# its end: the next append begins a new line behind it, and readers skip it and say so.
+# If the disk is full, the file is cut back to its length before the append. A process that dies may
+# leave a line without its end: the next append begins a new line, and readers skip and log it.
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> int:
     """Append lines, making the file and its folder where need be; return the file's size.
 
-    Without lines the file is only made. Raises OSError when they cannot be written; then none of
-    them is there.
+    Without lines the file is only made. Raises OSError when they cannot be written; then the file
+    has none of them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     return append_to(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), lines)
@@ -182,7 +184,7 @@ def append_to(file: int, lines: Sequence[str]) -> int:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, one a line; what was cut is left out, and logged."""
+    """Yield the JSON objects of a file, one a line; lines that were cut are left out and logged."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:

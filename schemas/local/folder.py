@@ -60,7 +60,7 @@ class Folder:
         if make:
             Path(path).mkdir(parents=True, exist_ok=True)
         self.path = Path(path)
-        """Where it was when it was opened: to be shown, not to be opened."""
+        """Its path when it was opened: for messages, not to be opened."""
         self._fd = os.open(path, _FOLDER)
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class Folder:
     def open(self, name: str, *, max_bytes: int | None = None) -> BinaryIO:
         """Open a regular file to read.
 
-        Raises StorageError for what is no regular file or has more than `max_bytes`.
+        Raises StorageError for anything else than a regular file of at most `max_bytes`.
         """
         with self._parent(name) as (parent, last):
             fd = os.open(last, os.O_RDONLY | _FILE, dir_fd=parent)
@@ -109,12 +109,12 @@ class Folder:
         return data
 
     def status(self, name: str) -> os.stat_result:
-        """Return the status of what a name is, of a link itself."""
+        """Return the status of a name; of a link, that of the link itself."""
         with self._parent(name) as (parent, last):
             return os.stat(last, dir_fd=parent, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
-        """Whether there is something of this name, of whatever kind."""
+        """Return whether something of any kind has this name."""
         try:
             self.status(name)
         except OSError:
@@ -122,7 +122,7 @@ class Folder:
         return True
 
     def has_folder(self, name: str) -> bool:
-        """Whether a name is a folder, and no link to one."""
+        """Return whether a name is a folder, not a link to one."""
         try:
             return stat.S_ISDIR(self.status(name).st_mode)
         except OSError:
@@ -131,21 +131,20 @@ class Folder:
     def entries(self, name: str = ".") -> list[FolderEntry]:
         """Return the regular files and folders of one folder, in the order of their names.
 
-        Those whose names are no text are left out. Raises StorageError for more than `MAX_FILES`.
+        Those whose names are not UTF-8 are left out. Raises StorageError for more than `MAX_FILES`.
         """
         with self.folder(name) as inner, os.scandir(inner.fileno()) as scanned:
-            listed = [_entry(one) for one in itertools.islice(scanned, MAX_FILES + 1)]
+            listed = [_entry(item) for item in itertools.islice(scanned, MAX_FILES + 1)]
         if len(listed) > MAX_FILES:
             raise self._too_much(name)
         below = "" if name == "." else f"{name}/"
-        return sorted(
-            (_moved(one, below) for one in listed if one is not None), key=lambda one: one.path
-        )
+        entries = (_moved(entry, below) for entry in listed if entry is not None)
+        return sorted(entries, key=lambda entry: entry.path)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of what lies directly in it, however many they are, in no order."""
+        """Yield the names of its direct contents, however many, unordered."""
         with os.scandir(self.fileno()) as scanned:
-            yield from (one.name for one in scanned)
+            yield from (item.name for item in scanned)
 
     def files(self, name: str = ".") -> Iterator[FolderEntry]:
         """Yield the regular files at any depth below a folder, in order.
@@ -159,20 +158,20 @@ class Folder:
             num_files += len(inside)
             if num_files > MAX_FILES or depth > MAX_DEPTH:
                 raise self._too_much(name)
-            yield from (one for one in inside if not one.is_folder)
-            waiting += [(one.path, depth + 1) for one in reversed(inside) if one.is_folder]
+            yield from (entry for entry in inside if not entry.is_folder)
+            waiting += [(entry.path, depth + 1) for entry in reversed(inside) if entry.is_folder]
 
     def strange(self, allowed: Sequence[str] = ()) -> Iterator[str]:
-        """Yield what is neither a regular file nor a folder, at any depth, but the `allowed` names.
+        """Yield what is neither a regular file nor a folder, at any depth, except `allowed` names.
 
-        What has a name that is no text is among it, with its bytes spelled out. Raises StorageError
-        as `files`.
+        Names that are not UTF-8 are yielded with their bytes escaped. Raises StorageError as
+        `files` does.
         """
         for here in [".", *self._folders(".")]:
             with self.folder(here) as inner, os.scandir(inner.fileno()) as scanned:
-                for one in scanned:
-                    path = one.name if here == "." else f"{here}/{one.name}"
-                    if _entry(one) is None and path not in allowed:
+                for item in scanned:
+                    path = item.name if here == "." else f"{here}/{item.name}"
+                    if _entry(item) is None and path not in allowed:
                         yield os.fsencode(path).decode(errors="backslashreplace")
 
     def _folders(self, name: str, depth: int = 0) -> Iterator[str]:
@@ -219,7 +218,7 @@ class Folder:
         return fd
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file in the place of whatever has its name, whole or not at all."""
+        """Write a file under a name, replacing what has it, whole or not at all."""
         part = f"{name}.{uuid.uuid4().hex[:8]}.part"
         try:
             with self.create(part) as file:
@@ -231,7 +230,7 @@ class Folder:
             raise
 
     def rename(self, name: str, other: str) -> None:
-        """Give something another name, in the place of a file or an empty folder of that name."""
+        """Rename something, replacing a file or an empty folder of the new name."""
         with self._parent(name) as (parent, last), self._parent(other) as (new_parent, new):
             os.rename(last, new, src_dir_fd=parent, dst_dir_fd=new_parent)
 
@@ -269,14 +268,14 @@ class Folder:
         """
         give = _link if link else _copy_file
         with self.folder(name) as source, target.folder(place, make=True) as made:
-            taken = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
-            num_bytes, free = sum(entry.num_bytes for entry in taken), _free_bytes(made)
+            copied = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
+            num_bytes, free = sum(entry.num_bytes for entry in copied), _free_bytes(made)
             if not link and num_bytes > free:  # a sparse file is written out
                 raise StorageError(
                     f"{self.path / name} has {num_bytes:,} bytes, and there is room for {free:,}",
                     hint="make room on the disk of the run folders",
                 )
-            for entry in taken:
+            for entry in copied:
                 with source._parent(entry.path) as here, made._parent(entry.path, True) as there:
                     give(source, entry.path, here, there)
 
@@ -293,7 +292,7 @@ class Folder:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(
-                f"{self.path / name} is no regular file",
+                f"{self.path / name} is not a regular file",
                 hint="remove it: services read and write regular files of a run alone",
             )
         if max_bytes is not None and status.st_size > max_bytes:
@@ -320,17 +319,17 @@ def _parts(name: str) -> list[str]:
     return list(path.parts)
 
 
-def _entry(found: "os.DirEntry[str]") -> FolderEntry | None:
-    """Return a regular file or a folder; None for what is neither, gone, or has no text as name."""
+def _entry(item: "os.DirEntry[str]") -> FolderEntry | None:
+    """Return a regular file or folder; None for anything else, and names that are not UTF-8."""
     try:
-        found.name.encode()
-        status = found.stat(follow_symlinks=False)
+        item.name.encode()
+        status = item.stat(follow_symlinks=False)
     except (OSError, UnicodeEncodeError):
         return None
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):
         return None
-    return FolderEntry(found.name, is_folder, status.st_size, status.st_mtime)
+    return FolderEntry(item.name, is_folder, status.st_size, status.st_mtime)
 
 
 def _moved(entry: FolderEntry, below: str) -> FolderEntry:
@@ -362,14 +361,14 @@ def _emptied(fd: int, top: int) -> list[str]:
     """Remove the files of a folder; return the folders in `top`, move those of others there."""
     folders: list[str] = []
     with os.scandir(fd) as scanned:
-        for one in scanned:
-            if not one.is_dir(follow_symlinks=False):
-                os.unlink(one.name, dir_fd=fd)
+        for item in scanned:
+            if not item.is_dir(follow_symlinks=False):
+                os.unlink(item.name, dir_fd=fd)
             elif fd == top:
-                folders.append(one.name)
+                folders.append(item.name)
             else:
-                os.close(_unlocked(one.name, fd))
-                os.rename(one.name, uuid.uuid4().hex, src_dir_fd=fd, dst_dir_fd=top)
+                os.close(_unlocked(item.name, fd))
+                os.rename(item.name, uuid.uuid4().hex, src_dir_fd=fd, dst_dir_fd=top)
     return folders
 
 

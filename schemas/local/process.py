@@ -21,25 +21,25 @@ _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else No
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """Return what a child runs before all else: the kernel signals it when `parent` dies.
+    """Return a function for `preexec_fn`: the kernel then signals the child when `parent` dies.
 
-    Nothing may be imported between fork and exec, so all is loaded before. Elsewhere than on
+    Nothing may be imported between fork and exec, so all is loaded before. On other systems than
     Linux it does nothing.
     """
 
     def in_child() -> None:
         if _LIBC is not None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-            if os.getppid() != parent:  # it died before the line above
+            if os.getppid() != parent:  # the parent died before the call above
                 os._exit(1)
 
     return in_child
 
 
 def erase_variable(name: str) -> str:
-    """Take a variable out of the environment and return its value, empty without one.
+    """Remove a variable from the environment and return its value; empty if it is not set.
 
-    Neither this process's children nor, on Linux, those who read `/proc/<pid>/environ` find it.
+    Neither children of this process nor, on Linux, readers of `/proc/<pid>/environ` see it.
     """
     value = os.environ.get(name, "")
     if _LIBC is not None:
@@ -84,33 +84,35 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
 
 @contextlib.asynccontextmanager
 async def notifying_systemd() -> AsyncGenerator[None, None]:
-    """Tell systemd READY now and STOPPING at the end, and WATCHDOG twice in each interval.
+    """Send systemd READY now, STOPPING at the end, and WATCHDOG twice in each interval.
 
-    A loop that is blocked for longer than the unit's WatchdogSec ends as a restart.
+    systemd restarts a service whose event loop is blocked for longer than the unit's WatchdogSec.
     """
-    address = os.environ.pop("NOTIFY_SOCKET", "")  # it is for this process only
+    address = os.environ.pop("NOTIFY_SOCKET", "")  # for this process only
     if not address:
         yield
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
         channel.setblocking(False)
         channel.connect("\0" + address[1:] if address.startswith("@") else address)
-        _tell(channel, "READY=1")
-        beating = asyncio.create_task(_beat(channel), name="systemd watchdog")
+        _notify(channel, "READY=1")
+        beating = asyncio.create_task(_send_watchdog(channel), name="systemd watchdog")
         try:
             yield
         finally:
             beating.cancel()
-            _tell(channel, "STOPPING=1")
+            _notify(channel, "STOPPING=1")
 
 
-async def _beat(channel: socket.socket) -> None:
+async def _send_watchdog(channel: socket.socket) -> None:
     interval_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
     while interval_s:
-        _tell(channel, "WATCHDOG=1")
+        _notify(channel, "WATCHDOG=1")
         await asyncio.sleep(interval_s / 2)
 
 
-def _tell(channel: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError):  # systemd restarts, or its queue is full: the next one does
+def _notify(channel: socket.socket, text: str) -> None:
+    with contextlib.suppress(
+        OSError
+    ):  # systemd restarts, or its queue is full; the next message follows
         channel.send(text.encode())

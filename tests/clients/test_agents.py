@@ -98,7 +98,7 @@ def test_a_check_is_told_in_lines(cli: Cli, made: Path) -> None:
     assert any(line.startswith("call   1   continues 0") for line in lines)
     assert "ok   end     ends by itself, exit code 0" in lines
     assert "ok   rows    each call continues the one before it: one row" in lines
-    assert "ok     has the reward 0" in lines
+    assert "ok   reward  has the reward 0" in lines
 
 
 def test_a_program_that_fails_is_told_with_what_it_printed(cli: Cli, made: Path) -> None:

@@ -500,7 +500,7 @@ def test_a_broker_that_came_back_empty_is_told_with_the_nodes_that_saw_it(names:
     found = _found(*nodes)["store"]
     assert not found.ok
     assert "came back empty" in found.detail
-    assert [one for one in ("a", "b") if f"{one} has found at 2001" in found.detail] == names
+    assert [one for one in ("a", "b") if f"{one} found at 2001" in found.detail] == names
     assert "tinkermq restore" in found.hint
 
 

@@ -430,7 +430,9 @@ class EngineWorker:
             self._decoder.cache.reserve(self._rows.num, start)
             self._decoder.cache.put(group.row, group.cached.states)
         self._meter.reused += start + (len(group.requests) - 1) * len(group.prompt)
-        return FedTokens(group.row, start, group.prompt[start:], *_beside(group.requests[0]))
+        return FedTokens(
+            group.row, start, group.prompt[start:], *_images_and_adapter(group.requests[0])
+        )
 
     def _keep_prompt(self, group: "_PromptGroup") -> None:
         """Keep the cache of a computed prompt, for others with the same prefix."""
@@ -637,7 +639,10 @@ class EngineWorker:
         cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
         spans = [
             FedTokens(
-                row, 0, self._rows.tokens_RT[row, :length], *_beside(self._rows.requests[row])
+                row,
+                0,
+                self._rows.tokens_RT[row, :length],
+                *_images_and_adapter(self._rows.requests[row]),
             )
             for row, length in enumerate(cached)
         ]
@@ -672,7 +677,7 @@ def _top_of(drawn: Draw, place: int, num: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
-def _beside(request: RowRequest) -> tuple[SeenImages | None, EngineAdapter | None]:
+def _images_and_adapter(request: RowRequest) -> tuple[SeenImages | None, EngineAdapter | None]:
     return request.images, request.adapter
 
 

@@ -25,14 +25,14 @@ from ..engine import Sampling
 from ..sampling import Constraining, RowConstraint, masked_shares
 
 PROCESSOR = "tinkermq.actors.engine.vllm.constraints:ConstrainedLogits"
-"""How vLLM is told of it."""
+"""The name by which vLLM loads the processor."""
 _KEY = "tinkermq"
 _MAX_ENDED = 4096
-"""Requests whose figures are kept until somebody asks for them."""
+"""Ended requests whose figures are kept until they are requested."""
 
 
 def constraint_arguments(sampling: Sampling, key: str) -> dict[str, Any] | None:
-    """Return what travels with a request to the worker; None for one without constraints."""
+    """Return the constraints of a request for the worker; None for one without."""
     if not sampling.is_constrained:
         return None
     fields = {
@@ -53,11 +53,11 @@ class _Row:
     key: str
     constraint: RowConstraint
     output: list[int]
-    """Its tokens, which vLLM adds to."""
+    """Its tokens; vLLM appends to this list."""
     num_taken: int = 0
 
     def catch_up(self) -> None:
-        """Take the tokens that have come."""
+        """Add the new tokens to the constraint."""
         for token in self.output[self.num_taken :]:
             assert token >= 0, "vLLM has not told a token before the next one is drawn"
             self.constraint.accept_token(token)
@@ -66,15 +66,15 @@ class _Row:
 
 @dataclass(slots=True)
 class _Figures:
-    """What is known of a request besides its tokens."""
+    """Figures of a request."""
 
     masked: dict[int, float]
-    """By the number of a token: what a grammar took out of the choice."""
+    """By the number of a token, the share of the probability that a grammar excluded."""
     error: str = ""
 
 
 class ConstrainedLogits(LogitsProcessor):
-    """Shapes the logits of constrained requests, and keeps the others' as they are."""
+    """Changes the logits of constrained requests only."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         """Read nothing before the first grammar."""
@@ -94,10 +94,10 @@ class ConstrainedLogits(LogitsProcessor):
         self._batch: Any = None
 
     def follow(self, batch: Any) -> None:
-        """Have vLLM's batch tell tokens only while somebody needs them.
+        """Let vLLM's batch report tokens only while constrained requests run.
 
-        vLLM would wait for the tokens of each step before it prepares the next one, for all
-        requests alike.
+        For tokens vLLM waits at the end of each step before it prepares the next one, which delays
+        all requests.
         """
         self._batch = batch
         batch.logitsprocs_need_output_token_ids = bool(self._rows)
@@ -122,11 +122,11 @@ class ConstrainedLogits(LogitsProcessor):
                 self._rows[target] = first
             if second is not None and direction == MoveDirectionality.SWAP:
                 self._rows[source] = second
-        if self._batch is not None:  # which makes its metadata anew right after this
+        if self._batch is not None:  # the batch makes its metadata anew right after this
             self.follow(self._batch)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits that tokens are drawn from; the model's own are kept for `recorded`."""
+        """Return the logits to draw from; the model's own are kept for `recorded`."""
         self._raw_BV = self._shaped_BV = None
         if not self._rows:
             return logits
@@ -145,7 +145,7 @@ class ConstrainedLogits(LogitsProcessor):
         return shaped.clone()  # what samples may change it in place
 
     def recorded(self, temperature_B: torch.Tensor | None) -> torch.Tensor | None:
-        """Return float32[B, V] log-probs of the model's own logits; None: nothing was shaped."""
+        """Return float32[B, V] log-probs of the model's own logits; None: none were changed."""
         if self._raw_BV is None or self._shaped_BV is None:
             return None
         logits_BV = self._raw_BV.float()
@@ -157,13 +157,13 @@ class ConstrainedLogits(LogitsProcessor):
         shares_B = masked_shares(logprobs_BV[at].exp(), self._shaped_BV[at])
         for index, share in zip(at, shares_B.cpu().numpy().tolist(), strict=True):
             row = self._rows[index]
-            # The same place again where vLLM draws behind a part of a prompt: the last one counts.
+            # vLLM draws behind each part of a prompt, at the same place: the last draw counts.
             self._of(row.key).masked[row.num_taken] = share
         self._raw_BV = self._shaped_BV = None
         return logprobs_BV
 
     def take_figures(self, key: str, num: int) -> tuple[bytes, str]:
-        """Return float32[num] of a request's tokens, and why it could not go on, once."""
+        """Return, once, float32[num] of a request's tokens, and why it could not continue."""
         figures = self._figures.pop(key, None) or _Figures({})
         masked = np.array([figures.masked.get(n, 0.0) for n in range(num)], np.float32)
         return masked.tobytes(), figures.error

@@ -78,9 +78,9 @@ from .transfer import BACKEND
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
-"""Memory for images that were sent to vLLM's processes and may be asked about again."""
+"""Memory for images that were sent to vLLM's processes and may be requested again."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
+"""Ranks that vLLM supports; an adapter takes the next larger one."""
 
 
 def engine_arguments(
@@ -149,15 +149,15 @@ def engine_arguments(
 
 
 def engine_share(config: GeneratorConfig, num_engines: int) -> float:
-    """Return the share of a GPU's memory that each of several engines of a generator takes.
+    """Return the share of a GPU's memory for each of several engines of a generator.
 
-    vLLM wants as much to be free when it starts, even if the size of its cache is given.
+    vLLM requires it to be free at its start, even if the size of its cache is set.
     """
     return (config.memory_share or VLLM_SHARE) / num_engines
 
 
 def settle_environment(config: GeneratorConfig) -> None:
-    """Set what vLLM's processes read from the environment."""
+    """Set the environment variables of vLLM's processes."""
     os.environ.update(
         VLLM_NO_USAGE_STATS="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads and connections
@@ -174,7 +174,7 @@ def settle_environment(config: GeneratorConfig) -> None:
 
 
 _FREED_S = 30.0
-"""How long memory may take to be free that a process which has just ended held."""
+"""How long the memory of a process that has just ended may take to be free."""
 
 
 async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
@@ -193,7 +193,7 @@ async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
 
 
 class Recorder(StatLoggerBase):
-    """Takes vLLM's figures after each of its steps."""
+    """Reads vLLM's figures after each of its steps."""
 
     def __init__(self) -> None:
         self.meter = Meter()
@@ -202,7 +202,7 @@ class Recorder(StatLoggerBase):
         self._worked = False
 
     def made(self, config: object, engine_index: int = 0) -> "Recorder":
-        """Be what vLLM makes of a logger's class."""
+        """Return this recorder where vLLM would construct a logger."""
         return self
 
     def record(
@@ -212,7 +212,7 @@ class Recorder(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Count a step, and adapt the number of requests that vLLM is given."""
+        """Count a step, and adapt the number of requests that vLLM gets."""
         now = time.perf_counter()
         if self._worked:
             self.meter.busy_s += now - self._then
@@ -231,15 +231,15 @@ class Recorder(StatLoggerBase):
 
     def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
         if self.limit is not None:
-            wanted = self.limit.waiting > 0
+            is_demanded = self.limit.waiting > 0
             self.limit.concurrency.step(
-                running, wanted=wanted, cache_share=cache_share, preempted=preempted
+                running, is_demanded=is_demanded, cache_share=cache_share, preempted=preempted
             )
             self.limit.admit()
 
 
 _MEMORY = ("weights", "kv_cache")
-"""What vLLM frees when it sleeps, in the order in which it is taken back."""
+"""Memory that vLLM frees when it sleeps, in the order in which it is allocated again."""
 _OUTCOME_S = 0.02
 _WORST_FIRST = ("failed", "damaged", "", "done")
 _SHUTDOWN_S = 1.0
@@ -266,21 +266,21 @@ class VllmModel:
         self._adapters: dict[str, LoRARequest] = {}
         self._numbers = itertools.count(1)
         self._poisoned = ""
-        """Label of the weights under which something was computed that is no number."""
+        """Label of the weights under which a result was not a number (NaN)."""
         self._swapping = asyncio.Lock()
         self._asleep: list[str] = []
-        """Tags of the memory that is not there."""
+        """Tags of the memory that is freed."""
         self._slept_at = 0.0
         self.has_weights = True
-        """Whether none were given up for which no others have come."""
+        """Whether weights are loaded, and not dropped without others."""
         self._half: AsyncExitStack | None = None
-        """Ends the pause of a version that did not come whole; the next one does."""
+        """The pause of a version that did not arrive whole; the next whole version ends it."""
         self._open = asyncio.Event()
-        """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
+        """Cleared while weights are swapped: a request that began then would be cached wrongly."""
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
-        """Done when no request will be answered any more."""
+        """Done when requests are not answered any more."""
         self._owners = 0
 
     @classmethod
@@ -371,7 +371,7 @@ class VllmModel:
         on_token: OnToken | None,
         shown: ShownImages | None = None,
     ) -> Generation:
-        """Generate from a prompt with an adapter, or without one; maybe with images."""
+        """Generate from a prompt, with or without an adapter and images."""
         key = f"{adapter}/{request_id}"
         version = self.versions[adapter]
         request = self._requests[key] = VllmRequest(
@@ -486,7 +486,7 @@ class VllmModel:
     # New weights ------------------------------------------------------------------------------
 
     async def load_file(self, version: int, update: dict[str, Any], kv: KvOnSwap) -> None:
-        """Make what a file holds the model's weights, between two steps; see `TakeVersion`."""
+        """Load a version from a file between two steps; see `TakeVersion`."""
 
         async def take() -> None:
             await self.take_weights(update)
@@ -502,10 +502,10 @@ class VllmModel:
         receive: Callable[[Callable[[], Awaitable[None]]], Awaitable[object]],
         kv: KvOnSwap,
     ) -> None:
-        """Make what `receive` has the workers take from the learner the model's weights.
+        """Load the version that `receive` has the workers receive from the learner.
 
-        `receive` awaits what it is given before the first byte comes: from then on vLLM stands
-        still. Where it raises after that, vLLM does so until the next version has come whole.
+        `receive` awaits its argument before the first byte arrives, which pauses vLLM. If it raises
+        after that, vLLM stays paused until the next version has arrived whole.
         """
 
         async def stand_still() -> None:
@@ -534,22 +534,22 @@ class VllmModel:
             await asyncio.sleep(_OUTCOME_S)
 
     async def take_weights(self, update: dict[str, Any]) -> None:
-        """Have all workers take weights; the caller sees to it that no step runs."""
+        """Have all workers receive weights; the caller ensures that no step runs."""
         await self._call(self._llm.start_weight_update())
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
         await self._call(self._llm.finish_weight_update())
 
     async def transfer_outcome(self) -> tuple[str, str]:
-        """Return what a transfer has come to in all workers: the worst of them."""
-        outcomes = [tuple(one) for one in await self.ask_workers("transfer_outcome")]
+        """Return the worst outcome of a transfer among all workers."""
+        outcomes = [tuple(outcome) for outcome in await self.ask_workers("transfer_outcome")]
         return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome[0]))
 
     def new_adapter(self) -> str:
-        """Return a name for one more adapter."""
+        """Return a name for another adapter."""
         return f"adapter-{next(self._numbers)}"
 
     async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
-        """Make the adapter in a folder the one of this name, between two steps."""
+        """Replace the adapter of this name by that of a folder, between two steps."""
         known = self._adapters.get(name)
         number = next(self._numbers) if known is None else known.lora_int_id
         fresh = LoRARequest(name, number, folder, load_inplace=True)
@@ -557,32 +557,32 @@ class VllmModel:
         self._adapters[name] = LoRARequest(name, number, folder)
 
     async def add_adapter(self, name: str, version: int, folder: str) -> None:
-        """Let requests have one more adapter; none of those that run stands still for that."""
+        """Add an adapter without pausing running requests."""
         fresh = LoRARequest(name, next(self._numbers), folder)
         await self._call(self._llm.add_lora(fresh))
         self._adapters[name] = fresh
         self.versions[name] = version
 
     def has_adapter(self, name: str) -> bool:
-        """Whether requests may have it."""
+        """Return whether an adapter is available."""
         return name in self._adapters
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter; vLLM gives its place to the next one."""
+        """Forget an adapter; vLLM reuses its place."""
         self._adapters.pop(name, None)
         self.versions.pop(name, None)
 
     async def name_version(self, adapter: str, version: int) -> None:
-        """Label what is made from now on."""
+        """Label the tokens of following steps with a version."""
         self.versions[adapter] = version
         await self._call(self._llm.update_weight_version(self._label))
 
     async def purge(self) -> None:
-        """Clear the cache of what is no number, after a request has met such.
+        """Clear the cache of NaNs, after a request has read one.
 
-        It would spread from the unused places of the cache's blocks, whatever weights come next.
-        Running requests are computed anew. Once is enough while the weights stay as they are; if
-        they make no numbers themselves, the cache is cleared again when others come.
+        NaNs would spread from the unused places of the cache's blocks, also with other weights.
+        Running requests are computed anew. While the weights stay the same, the cache is cleared
+        once; if the weights themselves produce NaNs, it is cleared again when they change.
         """
         if self._poisoned != self._label:
             self._poisoned = self._label
@@ -603,7 +603,7 @@ class VllmModel:
 
     @asynccontextmanager
     async def _swapping_of(self, adapter: str, kv: KvOnSwap) -> AsyncIterator[None]:
-        """Stand still while weights are replaced, and forget what was computed with the old."""
+        """Pause while weights are replaced, and forget what was computed with the old ones."""
         started = time.perf_counter()
         poisoned = self._poisoned == self._label
         clear = poisoned or kv == "recompute"
@@ -622,7 +622,7 @@ class VllmModel:
 
     @asynccontextmanager
     async def _paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """Stand still between two steps; with a cleared cache, running requests begin anew."""
+        """Pause between two steps; with a cleared cache, running requests are computed anew."""
         async with self._swapping:
             if self._asleep:
                 yield
@@ -639,7 +639,7 @@ class VllmModel:
         self._note_swap(adapter, version)
 
     def _note_swap(self, adapter: str, version: int) -> None:
-        """Tell the requests of an adapter which of their tokens the weights before have drawn."""
+        """Note in the requests of an adapter which tokens the previous weights drew."""
         for state in self._llm.output_processor.request_states.values():
             request = self._requests.get(state.external_req_id)
             if request is not None and request.adapter == adapter:
@@ -674,7 +674,7 @@ class VllmModel:
             self._asleep = list(_MEMORY)
 
     async def wake(self) -> None:
-        """Take the memory back and go on: requests that ran are computed anew."""
+        """Take the memory back and continue; running requests are computed anew."""
         async with self._swapping:
             if not self._asleep:
                 return
@@ -684,13 +684,13 @@ class VllmModel:
             self._open.set()
 
     async def _wake_memory(self, tag: str) -> None:
-        """Take memory back that is not there; with the last of it vLLM goes on by itself."""
+        """Allocate freed memory again; with the last of it vLLM continues by itself."""
         if tag in self._asleep:
             await self._call(self._llm.wake_up(tags=[tag]))
             self._asleep.remove(tag)
 
     async def _take_back(self, adapter: str) -> None:
-        """Have requests without a token begin anew: old weights may have computed their prompts."""
+        """Restart requests without a token: old weights may have computed their prompts."""
         states = list(self._llm.output_processor.request_states.values())
         for state in states:
             request = self._requests.get(state.external_req_id)
@@ -699,7 +699,7 @@ class VllmModel:
                 await self._llm.abort(request.key)
 
     async def _call(self, call: Awaitable[T]) -> T:
-        """Await what vLLM's processes do; EngineError, which ends the engine, where they fail."""
+        """Await work of vLLM's processes; a failure is an EngineError, which ends the engine."""
         task = asyncio.ensure_future(call)
         await asyncio.wait({task})
         error = task.exception()
@@ -716,11 +716,11 @@ class VllmModel:
     # The end ----------------------------------------------------------------------------------
 
     def add_owner(self) -> None:
-        """Count one more who uses this and will call `close`."""
+        """Count another owner, which will call `close`."""
         self._owners += 1
 
     async def close(self) -> None:
-        """End vLLM's processes, when nobody uses them any more."""
+        """End vLLM's processes when the last owner calls this."""
         self._owners -= 1
         if self._owners <= 0:
             if self._llm.output_handler is not None:

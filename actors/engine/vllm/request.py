@@ -41,36 +41,36 @@ _FINISH: Mapping[str | None, FinishReason] = {
 
 
 class VllmRequest:
-    """A request on its way."""
+    """A request that vLLM computes."""
 
     def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]", version: int) -> None:
         self.adapter = adapter
         self.version = version
-        """Of its weights when it came."""
+        """Version of its weights when it arrived."""
         self.key = key
         """vLLM's name of it."""
         self.place = place
-        """Done when it is let in."""
+        """Done when it is admitted."""
         self._starts = [(0, version)]
-        """From which of its tokens on which version draws them."""
+        """Versions that draw its tokens, each with the number of its first token."""
         self._num_streamed = 0
         self.num_top = 0
-        """Likeliest tokens that are told in the place of each."""
+        """Number of likeliest tokens to report at each place."""
         self.cancelled = False
         self.again = False
-        """It was taken back before its first token, to be computed by newer weights alone."""
+        """Whether it was withdrawn before its first token, for newer weights to compute it."""
 
     def begin(self, version: int) -> None:
-        """Take notice that it is computed from its first token on, by a version."""
+        """Note that a version computes it from its first token on."""
         self._starts, self._num_streamed = [(0, version)], 0
 
     def note_swap(self, num_drawn: int, version: int) -> None:
-        """Take notice that a version draws the tokens behind the first so many."""
+        """Note that a version draws the tokens behind the first so many."""
         self._starts.append((num_drawn, version))
 
     def next_version(self) -> int:
-        """Return the version that drew the next token to be streamed, which may be an old one:
-        vLLM keeps tokens back until there are as many as are wanted at once."""
+        """Return the version that drew the next token to be streamed. It may be an old one: vLLM
+        holds tokens back until it has `stream_every`."""
         while len(self._starts) > 1 and self._starts[1][0] <= self._num_streamed:
             del self._starts[0]
         self._num_streamed += 1
@@ -80,7 +80,7 @@ class VllmRequest:
 def parameters_of(
     sampling: Sampling, seed: int | None, kind: RequestOutputKind, key: str
 ) -> SamplingParams:
-    """Say how a request is sampled; `key` is vLLM's name of it."""
+    """Return vLLM's parameters of a request; `key` is vLLM's name of it."""
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
@@ -99,7 +99,7 @@ def parameters_of(
 
 
 def scoring_parameters(top_k: int) -> SamplingParams:
-    """Say how a prompt is scored: a token has to be drawn behind it."""
+    """Return vLLM's parameters to score a prompt: vLLM must draw a token behind it."""
     return SamplingParams(
         max_tokens=1,
         prompt_logprobs=top_k,
@@ -111,9 +111,9 @@ def scoring_parameters(top_k: int) -> SamplingParams:
 
 
 def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
-    """Return what an output says of its prompt of `num` tokens.
+    """Return the scores in an output of its prompt of `num` tokens.
 
-    At each place stand the prompt's token and the likeliest ones, in this order.
+    vLLM lists the prompt's token at each place, then the likeliest ones.
     """
     prompt_logprobs = output.prompt_logprobs
     scores = PromptScores.unknown(num, top_k)
@@ -130,9 +130,9 @@ def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
 
 
 def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generation:
-    """Put the outputs of a request together; the last one has the versions of all tokens.
+    """Join the outputs of a request; the last one has the versions of all tokens.
 
-    Raises EngineError for a request that vLLM gave up.
+    Raises EngineError for a request that vLLM aborted.
     """
     completions = [part.outputs[0] for part in parts]
     finish = _FINISH.get(completions[-1].finish_reason)
@@ -146,7 +146,7 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
     versions: list[int] = []
     for span in completions[-1].weight_versions or []:
         label: dict[str, int] = json.loads(span.version)
-        # An adapter that came without a pause stands in no label before the next swap.
+        # An adapter that was added without a pause is in no label before the next swap.
         version = label.get(request.adapter, request.version)
         versions += [version] * (span.end - span.start)
     assert len(tokens) == len(logprobs) == len(versions)
@@ -171,7 +171,7 @@ def _first_token(output: RequestOutput) -> float:
 
 
 def _top(rows: list[list[Any]], request: VllmRequest, kind: Any) -> Any:
-    """Return [N, K] of the likeliest tokens; None where they were not asked for."""
+    """Return [N, K] of the likeliest tokens; None if they were not requested."""
     if not request.num_top:
         return None
     return np.array(rows, kind).reshape(len(rows), -1)
@@ -180,7 +180,7 @@ def _top(rows: list[list[Any]], request: VllmRequest, kind: Any) -> Any:
 def drawn_of(
     completions: Sequence[CompletionOutput], num_top: int
 ) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    """Yield each token, its log-prob, and the likeliest in its place with theirs, best first."""
+    """Yield each token and log-prob, and the likeliest at its place with theirs, best first."""
     for each in completions:
         token_logprobs = each.logprobs
         if token_logprobs is None:
@@ -223,7 +223,7 @@ def show(images: Images, places_Q: NDArray[np.int64], encoded: Sequence[bytes]) 
 def prompt_with_images(
     processor: InputProcessor, tokens: list[int], shown: ShownImages, salt: str
 ) -> MultiModalInput:
-    """Return a prompt for the request that is sent next; images that vLLM has are left out."""
+    """Return a prompt for the next request; images that vLLM holds are left out."""
     images = shown.images
     patches_I = images.grid_I3.prod(-1)
     items = MultiModalKwargsItems.from_hf_inputs(

@@ -40,9 +40,9 @@ from ...weights import broadcast_group
 from ...weights.tensors import PART_BYTES, Assembler, Fingerprint
 
 BACKEND = "tinkermq"
-"""How vLLM's factory knows it."""
+"""Its name in vLLM's factory."""
 Outcome = tuple[Literal["", "done", "failed", "damaged"], str]
-"""What the last that was asked for has come to, and why; "": it goes on."""
+"""Outcome of the last operation, and why; "": it has not ended."""
 
 
 @dataclass
@@ -54,14 +54,14 @@ class JoinGroup(WeightTransferInitInfo):
     group: str = ""
     """Name of the group; empty: only connect."""
     rank: int = 0
-    """Of the first worker."""
+    """Rank of the first worker."""
     size: int = 0
     route: Literal["cpu", "cuda", "ipc"] = "cpu"
 
 
 @dataclass
 class TakeVersion(WeightTransferUpdateInfo):
-    """Take a version, from the group or from a file."""
+    """Receive a version, from the group or from a file."""
 
     names: list[str]
     dtype_names: list[str]
@@ -70,32 +70,32 @@ class TakeVersion(WeightTransferUpdateInfo):
     """First byte of each tensor in the payload, ascending."""
     num_bytes: int
     digest: str = ""
-    """Fingerprint of the payload; empty: it was checked."""
+    """Fingerprint of the payload; empty: it was checked before."""
     path: str = ""
     """File that has the payload; empty: it comes from the group."""
 
 
 class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
-    """Takes new weights into one worker's model."""
+    """Loads new weights into one worker's model."""
 
     init_info_cls = JoinGroup
     update_info_cls = TakeVersion
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        """Be in no group."""
+        """Start without a group."""
         super().__init__(config, vllm_config, device, model)
         self.outcome: Outcome = ("done", "")
         self.replaces_all = False
         """Whether the last version has replaced every parameter of the model."""
         self._loaded: set[str] | None = set()
-        """Parameters that were loaded since an update began; None: the model does not tell."""
+        """Parameters loaded since an update began; None: the model does not report them."""
         self._store: broadcast_group.Store | None = None
         self._group: broadcast_group.Group | None = None
 
     def init_transfer_engine(self, init_info: JoinGroup) -> None:
-        """Begin to connect, or to form a group; `outcome` tells when that is done.
+        """Begin to connect, or to form a group; `outcome` changes when that is done.
 
-        vLLM's steps go on meanwhile.
+        vLLM's steps continue meanwhile.
         """
         self.outcome = ("", "")
         work = self._meet if init_info.group else self._connect
@@ -106,7 +106,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         threading.Thread(target=run, name="weights group", daemon=True).start()
 
     def start_weight_update(self) -> None:
-        """Let layers wait for all of their weights before they are replaced, in place."""
+        """Prepare layers to be replaced in place once all of their weights have arrived."""
         self._loaded, self.replaces_all = set(), False
         if self.device.type == "cpu":
             for layer in self._experts():
@@ -114,31 +114,31 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take a version; `outcome` tells whether it came."""
+        """Receive a version; `outcome` tells whether it arrived."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: TakeVersion) -> None:
-        """Take a version into the model."""
-        self.outcome = _outcome_of(lambda: self._take(update_info))
+        """Receive a version into the model."""
+        self.outcome = _outcome_of(lambda: self._load_version(update_info))
 
     def finish_weight_update(self) -> None:
-        """Let go of layers, also of those whose weights have not come."""
+        """End the update of all layers, also of those whose weights have not arrived."""
         finalize_layerwise_reload(self.model, self.model_config)
         there = {name for name, _ in self.model.named_parameters()}
-        came = self.outcome[0] == "done" and self._loaded is not None
-        self.replaces_all = came and there <= (self._loaded or set())
+        is_loaded = self.outcome[0] == "done" and self._loaded is not None
+        self.replaces_all = is_loaded and there <= (self._loaded or set())
         if self.device.type != "cpu":
             return
         for layer in self._experts():
-            # On a CPU it packs the weights of experts when they are loaded first, and again never:
-            # what is loaded later would be read as if it were packed (vLLM 0.32).
+            # On a CPU vLLM 0.32 packs the weights of experts at their first loading only, and would
+            # read later ones as if they were packed.
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):
-                # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
-                # a packed copy of its own, which would stay as it was (vLLM 0.32).
+                # A head that is tied to the embedding is not loaded. On a CPU vLLM 0.32 multiplies
+                # with a packed copy, which would stay old.
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
@@ -164,8 +164,8 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
             broadcast_group.own_address(info.address, info.port),
         )
 
-    def _take(self, info: TakeVersion) -> str:
-        """Load a version as it comes; return what is wrong with it."""
+    def _load_version(self, info: TakeVersion) -> str:
+        """Load a version as it arrives; return what is wrong with it."""
         entries = zip(info.names, info.dtype_names, info.shapes, info.offsets, strict=True)
         assembler = Assembler(entries)
         digest = Fingerprint(info.num_bytes) if info.digest else None
@@ -176,9 +176,9 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
                 self._load(assembler, part)
         if not assembler.is_done:
             self._load(assembler, torch.empty(0, dtype=torch.uint8, device=self.device))
-        if digest is None or (found := digest.hexdigest()) == info.digest:
+        if digest is None or (computed := digest.hexdigest()) == info.digest:
             return ""
-        return f"it has digest {found}, told was {info.digest}"
+        return f"it has digest {computed}, the manifest says {info.digest}"
 
     def _load(self, assembler: Assembler, part: Tensor) -> None:
         if tensors := list(assembler.add(part)):
@@ -204,8 +204,8 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
 def file_parts(path: Path, num_bytes: int, device: torch.device) -> Generator[Tensor, None, None]:
     """Yield the last bytes of a file in parts on a device.
 
-    On the way to a GPU they are copied into pinned memory, of which one part is filled while the
-    other is on its way.
+    On the way to a GPU they are copied through two buffers of pinned memory: one is filled while
+    the other is sent.
     """
     size = path.stat().st_size
     mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
@@ -219,7 +219,7 @@ def _through_pinned(parts: Iterable[Tensor], device: torch.device) -> Generator[
     copied = [torch.cuda.Event() for _ in stages]
     for number, part in enumerate(parts):
         stage, event = stages[number % 2][: part.numel()], copied[number % 2]
-        event.synchronize()  # of an event that was never recorded: nothing to wait for
+        event.synchronize()  # returns at once for an event that was never recorded
         stage.copy_(part)
         there = stage.to(device, non_blocking=True)
         event.record(torch.cuda.current_stream(device))
@@ -231,13 +231,13 @@ def _outcome_of(work: Callable[[], str | None]) -> Outcome:
         trouble = work()
     except broadcast_group.ProcessGroupFailed as error:
         return "failed", str(error)
-    except Exception as error:  # noqa: BLE001  of whatever library: told to who asks
+    except Exception as error:  # noqa: BLE001  of any library: reported as the outcome
         return "failed", f"{type(error).__name__}: {error}"
     return ("damaged", trouble) if trouble else ("done", "")
 
 
 def _make_room(layer: Any) -> None:
-    """Give experts that were padded when they were packed the shape of what will be loaded."""
+    """Give experts that were padded at packing the shape of the weights to be loaded."""
     size = layer.quant_method.moe.intermediate_size_per_partition
     num, _, hidden = layer.w13_weight.shape
     for weight, shape in (

@@ -1,7 +1,7 @@
 """The engine that runs a model in vLLM: continuous batching, paged attention, CUDA graphs.
 
-Several engines may share one model in vLLM, each with an adapter of its own. What it can do beside
-`engine.Engine`, and where it was run, stands in docs/engines.md.
+Several engines may share one model in vLLM, each with its own adapter. docs/engines.md has what it
+can do in addition to `engine.Engine`, and where it was run.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from .request import ShownImages, show
 from .weight_files import WeightFiles, hollow_model, reference_names
 
 _LEAST_TEMPERATURE = 0.01
-"""vLLM replaces lower ones by this."""
+"""vLLM replaces lower temperatures by this one."""
 T = TypeVar("T")
 
 
@@ -90,7 +90,7 @@ class VllmEngine:
         self._max_rank = max_rank
         self._layers: RowAdapters | None = None
         self._records: tuple[int, ...] = ()
-        """Layers with experts and how many of one read a token, where that is recorded."""
+        """Layers with experts, and experts per token in each, if they are recorded."""
         self._files = WeightFiles()
         self._names: WeightNames | None = None
         self._loading = asyncio.Lock()
@@ -130,7 +130,8 @@ class VllmEngine:
         self._pending[request_id] = name
         try:
             shown = await self._show(prompt, images) if images else None
-            seed = None  # one that goes on is another one: vLLM's cannot begin in the middle
+            # a continued request has another seed: vLLM cannot start within a random stream
+            seed = None
             if sampling.seed is not None:
                 seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
             result = await self._unless_ended(
@@ -149,7 +150,7 @@ class VllmEngine:
         return result
 
     async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
-        """Add what a grammar took out of the choice; ConfigError where it could not be followed."""
+        """Add the share that a grammar excluded; ConfigError where it could not be followed."""
         answers = self._model.ask_workers("take_figures", key, len(result.token_ids))
         masked, error = (await self._unless_ended(answers))[0]
         if error:
@@ -221,7 +222,7 @@ class VllmEngine:
         return adapter or self._adapter
 
     def _check_adapter(self, folder: Path) -> None:
-        """Raise ModelError for an adapter that vLLM could not take: it would end by it."""
+        """Raise ModelError for an adapter that would end vLLM."""
         config, tensors = read_lora(folder)
         for setting in ("rank_pattern", "alpha_pattern"):
             if value := getattr(config, setting):
@@ -242,7 +243,7 @@ class VllmEngine:
             )
 
     async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
-        """Read images; all who ask for the same ones at a time go on together."""
+        """Read images; concurrent requests for the same images share one read."""
         reader = require_reader(self._reader)
         read = await self._reads.share(digest_of(images), partial(reader.read, images))
         return show(read, reader.places(prompt, read), images)
@@ -263,15 +264,15 @@ class VllmEngine:
             self._files.keep_only(None)
 
     def takes_from_learner(self, manifest: Manifest) -> bool:
-        """Whether vLLM's workers take a version from the learner by themselves."""
+        """Return whether vLLM's workers receive a version from the learner themselves."""
         return manifest.transport == "nccl" and manifest.kind == "full" and not self._adapter
 
     async def receive_weights(
         self, manifest: Manifest, store: WeightStore, kv: KvOnSwap = "keep"
     ) -> None:
-        """Have vLLM's workers take a version from the learner's memory; no file holds it.
+        """Have vLLM's workers receive a version from the learner's memory, without a file.
 
-        From its first byte on until it has come whole no token is generated. Raises NotFoundError,
+        From its first byte until it is whole no token is generated. Raises NotFoundError,
         DeadlineError, BrokerError as `WeightStore.fetch` does.
         """
         async with self._loading:
@@ -295,7 +296,7 @@ class VllmEngine:
         return self._model.has_weights
 
     async def wake(self) -> None:
-        """Take the memory back and go on; see `engine.Engine.wake`."""
+        """Take the memory back and continue; see `engine.Engine.wake`."""
         self._check_alive()
         if not self.has_weights:
             raise no_weights()
@@ -307,10 +308,10 @@ class VllmEngine:
             self._model.cancel(self._pending[request_id], request_id)
 
     def release(self, conversation: str) -> None:
-        """Do nothing: the cache gives up by itself what was not used for longest."""
+        """Do nothing: vLLM's cache evicts the least recently used blocks itself."""
 
     def stats(self) -> EngineStats:
-        """Say what the engine is doing; figures of the model are those of all its engines."""
+        """Return the engine's statistics; figures of the model are those of all its engines."""
         model = self._model
         return model.meter.stats(
             version=self.version,
@@ -371,14 +372,14 @@ class VllmEngine:
         return self._reference().checked(tensors)
 
     def _update(self, version: int, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
-        """Return what vLLM's workers take tensors by: the file that they lie in, or one of ours."""
+        """Return the `TakeVersion` of tensors: in the file that has them, or a new one."""
         mapped = _update_of_mapped(tensors)
         return mapped or update_of_file(*self._files.write_model(version, tensors))
 
     async def _load_adapter(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap
     ) -> None:
-        """Have vLLM read an adapter; its folder stays, since vLLM may read it again."""
+        """Have vLLM load an adapter; its folder stays, since vLLM may read it again."""
         write = partial(self._files.write_adapter, version, tensors, self._lora)
         folder = await asyncio.to_thread(write)
         self._check_alive()
@@ -407,7 +408,7 @@ class VllmEngine:
             raise again(self.failure)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await what stops vLLM for a while and must let it go on, whoever is cancelled."""
+        """Await work that pauses vLLM and must resume it, even if the caller is cancelled."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -416,7 +417,7 @@ class VllmEngine:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # told to who waited for it
+            task.exception()  # raised where it is awaited
 
     async def _unless_ended(self, work: Awaitable[T]) -> T:
         """Await something; EngineError when the engine, or all of vLLM, ends before it."""
@@ -492,10 +493,7 @@ async def start_vllm(
 
 
 class _Workers:
-    """Takes the places of a generator in a group of the learner's.
-
-    See `weights.broadcast_group.Member`.
-    """
+    """vLLM's workers as members of a learner's group; see `weights.broadcast_group.Member`."""
 
     def __init__(self, model: VllmModel, gpus: list[str]) -> None:
         """`gpus` are the UUIDs of the workers' GPUs, empty for one on a CPU."""
@@ -531,7 +529,7 @@ class _Workers:
         self._group = place.group
 
     async def receive(self, manifest: Manifest) -> None:
-        """Have the workers take a version into the model, which stands still.
+        """Have the workers receive a version into the paused model.
 
         Raises ProcessGroupFailed, DigestMismatch.
         """
@@ -545,7 +543,7 @@ class _Workers:
             raise ProcessGroupFailed(why)
 
     def leave(self) -> None:
-        """Be in no group; the workers leave the old one when they form another."""
+        """Forget the group; the workers leave it when they form another."""
         self._group = ""
 
     async def _join(self, joined: dict[str, Any]) -> None:
@@ -562,7 +560,7 @@ class _Workers:
 def update_of(
     entries: Iterable[TensorEntry], num_bytes: int, *, digest: str = "", path: str = ""
 ) -> dict[str, Any]:
-    """Return what workers take a version by, from the learner or from a file; see `TakeVersion`."""
+    """Return the `TakeVersion` of a version, from the learner or from a file."""
     ordered = sorted(entries, key=lambda entry: entry.offset)
     return {
         "names": [entry.name for entry in ordered],
@@ -576,12 +574,12 @@ def update_of(
 
 
 def update_of_file(path: Path, entries: Iterable[TensorEntry]) -> dict[str, Any]:
-    """Return what workers take a version by that lies in a file."""
+    """Return the `TakeVersion` of a version in a file."""
     return update_of(entries, path.stat().st_size, path=str(path))
 
 
 def _update_of_mapped(tensors: Mapping[str, TensorSource]) -> dict[str, Any] | None:
-    """Return what workers take tensors by that lie in one mapped file; None: they do not."""
+    """Return the `TakeVersion` of tensors in one mapped file; None: they are not in one."""
     entries: list[TensorEntry] = []
     paths: set[Path] = set()
     for name, source in tensors.items():

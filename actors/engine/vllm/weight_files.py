@@ -1,7 +1,7 @@
-"""New weights as files of memory, for an engine that reads them in processes of its own.
+"""New weights as files in memory, for an engine whose processes read them.
 
-Adapters are such files, since vLLM reads them from a folder; weights of a model only where no file
-of shared memory has them already.
+vLLM reads adapters from a folder. Weights of a model are written only if they are not in a file of
+shared memory already.
 """
 
 import json
@@ -40,7 +40,7 @@ _VISION_TOWER = ".visual."
 
 
 class WeightFiles:
-    """A folder of memory that goes with its owner; in it, one folder per version."""
+    """A folder in memory with one folder per version; it is removed with its owner."""
 
     def __init__(self) -> None:
         root = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
@@ -52,7 +52,7 @@ class WeightFiles:
     ) -> tuple[Path, list[TensorEntry]]:
         """Write tensors that were checked, one after the other; return the file and its layout.
 
-        For those that lie in no file of shared memory yet.
+        For tensors that are not in a file of shared memory yet.
         """
         by_name = self._with_room(tensors)
         path = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root)) / "model"
@@ -66,12 +66,12 @@ class WeightFiles:
     ) -> Path:
         """Write an adapter as a PEFT folder.
 
-        vLLM multiplies all layers by the same: where `config` does not, B is multiplied here.
+        vLLM scales all layers alike: where `config` does not, B is scaled here.
         """
         alpha = config.alpha
         if not config.is_uniform:
-            given = {name: as_tensor(source) for name, source in tensors.items()}
-            tensors, alpha = uniform(given, config), config.max_rank
+            by_name = {name: as_tensor(source) for name, source in tensors.items()}
+            tensors, alpha = uniform(by_name, config), config.max_rank
         folder = self._write(version, "adapter_model.safetensors", tensors)
         layers = {key.partition(_INFIX)[0].rpartition(".")[2] for key in tensors if _INFIX in key}
         settings = {
@@ -86,13 +86,13 @@ class WeightFiles:
         return folder
 
     def keep_only(self, folder: Path | None) -> None:
-        """Free all other versions."""
+        """Remove all other versions."""
         for other in self._root.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
-        """Free all."""
+        """Remove the folder."""
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write(self, version: int, file: str, tensors: Mapping[str, TensorSource]) -> Path:
@@ -111,7 +111,7 @@ class WeightFiles:
         return folder
 
     def _with_room(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorBytes]:
-        """Return the bytes of tensors; EngineError where there is no room for them."""
+        """Return the bytes of tensors; EngineError if the memory does not have room for them."""
         by_name = {name: in_bytes(source) for name, source in tensors.items()}
         size = sum(tensor.data.nbytes for tensor in by_name.values())
         free = shutil.disk_usage(self._root).free
@@ -132,7 +132,7 @@ def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":
 
 
 def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
-    """Return what new weights of a model, or of its adapter, must be; takes no memory for them.
+    """Return the names and shapes of the weights of a model, or its adapter; takes no memory.
 
     Raises ModelError for an adapter that vLLM would not use whole.
     """
@@ -150,7 +150,7 @@ def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> 
 
 
 def _sweep(root: Path) -> None:
-    """Free what processes have left behind that were killed."""
+    """Remove folders of processes that were killed."""
     for folder in root.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", pid).is_dir():

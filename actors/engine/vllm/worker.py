@@ -1,4 +1,4 @@
-"""What is added to vLLM's worker processes: log-probs, new weights, records of experts.
+"""Additions to vLLM's worker processes: log-probs, new weights, records of experts.
 
 vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
 between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
@@ -35,7 +35,7 @@ from .transfer import Outcome
 # -- experts of the tokens in the cache ------------------------------------------------------------
 
 _KEPT = 4096
-"""Requests that have ended and were not asked about; the oldest give way."""
+"""Ended requests whose experts are kept; the oldest are dropped."""
 
 
 class SlotExperts:
@@ -98,12 +98,12 @@ class SlotExperts:
 
 
 def _key(request: str) -> str:
-    """Return what a request was called, before vLLM added to it."""
+    """Return the id of a request without vLLM's suffix."""
     return request.rpartition("-")[0]
 
 
 class Recording(torch.nn.Module):
-    """Draws as another module does; returns the log-probs of what it was given."""
+    """Draws with another module; returns the log-probs of its input."""
 
     def __init__(self, draw: torch.nn.Module) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ class Recording(torch.nn.Module):
 class _PromptLogits:
     """Computes the logits of a prompt's tokens with the adapter of their request.
 
-    vLLM 0.32 multiplies them by that part of an adapter which lies in the output layer as if they
-    were the tokens that are drawn in this step, one of each request.
+    vLLM 0.32 applies the output layer's part of an adapter to them as if they were the tokens that
+    are drawn in this step, one of each request.
     """
 
     def __init__(self, runner: Any, hidden_states: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ class WorkerExtension:
     """Methods that each worker process gets; the engine's process calls them by name."""
 
     model_runner: Any
-    """The worker's own: it inherits from this class."""
+    """The worker's model runner: the worker class inherits from this one."""
     reload_weights: Any
     wake_up: Any
     device: torch.device
@@ -157,7 +157,7 @@ class WorkerExtension:
     _experts: SlotExperts | None = None
 
     def end_with(self, pid: int) -> None:
-        """End this process, and vLLM's others by it, when another has ended however it did."""
+        """End this process, and thereby vLLM's others, when another process has ended."""
         process = os.pidfd_open(pid)
 
         def watch() -> None:
@@ -169,7 +169,7 @@ class WorkerExtension:
         threading.Thread(target=watch, name="end_with", daemon=True).start()
 
     def transfer_outcome(self) -> Outcome:
-        """Return what the weight transfer that was asked for last has come to."""
+        """Return the outcome of the last weight transfer."""
         return self.weight_transfer_engine.outcome
 
     def replaces_all_weights(self) -> bool:
@@ -190,12 +190,12 @@ class WorkerExtension:
         return self._experts.read_experts(key, num) if self._experts else b""
 
     def zero_caches(self) -> None:
-        """Forget all keys and values; the caller sees to it that no request relies on any."""
+        """Zero all keys and values; the caller ensures that no request relies on any."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
     def clear_caches_at_wake(self) -> None:
-        """Let caches be zero after a sleep: their memory may hold what is no number."""
+        """Zero the caches after each sleep: their memory may hold NaNs."""
         wake_up = self.wake_up
 
         def wake_up_clear(tags: list[str] | None = None) -> None:
@@ -206,7 +206,7 @@ class WorkerExtension:
         self.wake_up = wake_up_clear
 
     def score_prompts_with_adapters(self) -> None:
-        """Let log-probs of prompts be those of their adapters; the next step sets its own."""
+        """Compute log-probs of prompts with their adapters; the next step sets its own."""
         runner = self.model_runner
         plain = runner._get_prompt_logprobs_dict
 
@@ -223,7 +223,7 @@ class WorkerExtension:
         runner._get_prompt_logprobs_dict = scored
 
     def record_logprobs_before_filters(self) -> None:
-        """Record log-probs after the temperature and before all that shapes the choice."""
+        """Record log-probs after the temperature and before penalties, grammars and filters."""
         sampler: Any = self.model_runner.sampler
         if sampler.__class__ is not Sampler:
             raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
@@ -240,8 +240,8 @@ class WorkerExtension:
         sampler.sample = sample
 
     def take_figures(self, key: str, num: int) -> tuple[bytes, str]:
-        """Return what a grammar took out of the choice of each token of a request that has ended,
-        in float32, and why it could not be followed."""
+        """Return the share that a grammar excluded at each token of an ended request, in float32,
+        and why it could not be followed."""
         return self._constrained().take_figures(key, num)
 
     def _constrained(self) -> ConstrainedLogits:

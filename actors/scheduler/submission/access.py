@@ -22,7 +22,7 @@ from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError, StateError, StorageError
 from ...storage.access import (
     MODELS_VARIABLE,
-    foreign,
+    foreign_run_error,
     hard_links,
     in_default_folder,
     inodes_below,
@@ -155,7 +155,7 @@ _REACH_OUT = ("wandb", "mlflow")
 
 
 def refuse_network(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for what needs a network of a learner that has none.
+    """Raise ConfigError for settings that need a network, in a learner that has none.
 
     A learner with functions of a user reaches the broker alone.
     """
@@ -179,11 +179,11 @@ def refuse_network(config: JobConfig, user: str) -> None:
             for name in _REACH_OUT
         },
     }
-    for said, (is_needed, remedy) in needs.items():
-        if is_needed:
+    for setting, (is_set, remedy) in needs.items():
+        if is_set:
             named = ", ".join(config.own_functions)
             raise ConfigError(
-                f"{said}: a learner with functions of user {user} ({named}) has no network but "
+                f"{setting}: a learner with functions of user {user} ({named}) has no network but "
                 "its broker",
                 hint=f"{remedy}, remove the functions, or let an admin submit the job",
             )
@@ -247,13 +247,15 @@ def refuse_runs_of_others(
     theirs |= {folder.parent for folder, user in folders if folder.parent.name == user}
     for lead in leads(config, more):
         if not theirs.isdisjoint((lead.path, *lead.path.parents)):
-            raise foreign(str(lead))
+            raise foreign_run_error(str(lead))
     several = hard_links(config, more or {})
     if several:
         outermost = {folder for folder in theirs if theirs.isdisjoint(folder.parents)}
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
-                raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")
+                raise foreign_run_error(
+                    f"{several[inode].key}={several[inode].value!r}: a file in it"
+                )
 
 
 def refuse_unregistered_game(config: Mapping[str, Any]) -> None:

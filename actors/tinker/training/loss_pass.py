@@ -240,7 +240,7 @@ class _Part:
         return self.micro.input_ids_BT.shape[0]
 
 
-def choose_batch_mates(base: SharedBase, passes: Sequence[LossPass]) -> list[LossPass]:
+def choose_pass_mates(base: SharedBase, passes: Sequence[LossPass]) -> list[LossPass]:
     """Return the first loss, and others whose next micro-batch fits into the same pass.
 
     One that repeats an earlier computation gets no other company than it had.
@@ -261,8 +261,8 @@ def compute(base: SharedBase, passes: Sequence[LossPass]) -> None:
     parts = [_Part(item.next().micro, item) for item in passes]
     past = passes[0].past_company
     if len(passes) == 1 and past is not None and past != ALONE:
-        parts = _among(base, parts[0], past)
-    joint = _joined([part.micro for part in parts])
+        parts = _with_fillers(base, parts[0], past)
+    joint = _concatenate([part.micro for part in parts])
     backward = passes[0].next().backward
     if backward:
         for entry in passes:
@@ -340,12 +340,12 @@ def _fit(base: SharedBase, passes: Sequence[LossPass]) -> bool:
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def _joined(micros: Sequence[MicroBatch]) -> MicroBatch:
+def _concatenate(micros: Sequence[MicroBatch]) -> MicroBatch:
     """Concatenate the rows of micro-batches; other fields are the first one's."""
     if len(micros) == 1:
         return micros[0]
     columns = max(micro.input_ids_BT.shape[1] for micro in micros)
-    padded = [_padded(micro, columns) for micro in micros]
+    padded = [_pad(micro, columns) for micro in micros]
     firsts = [0]
     for micro in padded:
         firsts.append(firsts[-1] + len(micro.input_ids_BT))
@@ -361,7 +361,7 @@ def _joined(micros: Sequence[MicroBatch]) -> MicroBatch:
     )
 
 
-def _padded(micro: MicroBatch, columns: int) -> MicroBatch:
+def _pad(micro: MicroBatch, columns: int) -> MicroBatch:
     more = columns - micro.input_ids_BT.shape[1]
     if not more:
         return micro
@@ -374,14 +374,14 @@ def _padded(micro: MicroBatch, columns: int) -> MicroBatch:
     )
 
 
-def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
+def _with_fillers(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
     """Return a part between filler rows that take the place of an earlier company."""
     before, behind, columns = company
     flat, device = base.scorer.flat_rows, base.scorer.device
     fillers = [_filler(size, columns, flat, device) for size in (before, behind)]
     matches = [
         _Part(fillers[0], None),
-        _Part(_padded(part.micro, columns), part.owner),
+        _Part(_pad(part.micro, columns), part.owner),
         _Part(fillers[1], None),
     ]
     return [item for item in matches if item.num_rows]

@@ -41,7 +41,7 @@ from .adapter import (
 )
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
 from .inputs import DataReader, PendingWindow
-from .loss_pass import LossPass, choose_batch_mates, compute
+from .loss_pass import LossPass, choose_pass_mates, compute
 from .losses import find_loss, read_config
 
 _LOGITS_BYTES = 64 * 2**20
@@ -238,7 +238,7 @@ class AdapterTrainer:
         If micro-batches are mixed, those of other adapters that fit are computed in the same pass.
         If that pass fails, its changes are undone and the first is computed alone.
         """
-        chosen = choose_batch_mates(self._base, losses) if self._mixed else list(losses[:1])
+        chosen = choose_pass_mates(self._base, losses) if self._mixed else list(losses[:1])
         if len(chosen) > 1:
             gradients = [item.adapter.gradients() for item in chosen]
             try:

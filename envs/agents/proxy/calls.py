@@ -403,24 +403,24 @@ class KeptAnswers:
 
     def __init__(self, room: int) -> None:
         """Keep up to `room` bytes."""
-        self._kept: FIFOCache[str, KeptAnswer] = FIFOCache(room, lambda one: one.num_bytes)
+        self._answers: FIFOCache[str, KeptAnswer] = FIFOCache(room, lambda answer: answer.num_bytes)
 
     def add(self, name: str, answer: KeptAnswer) -> None:
         """Keep an answer by its id; the oldest are dropped to make room."""
         with contextlib.suppress(ValueError):  # it is larger than the room
-            self._kept[name] = answer
+            self._answers[name] = answer
 
     def find(self, name: str) -> KeptAnswer:
         """Return an answer; raises NotFoundError."""
-        if name not in self._kept:
+        if name not in self._answers:
             raise errors.NotFoundError(
                 f"no response {name!r:.80} is kept", hint="the oldest are dropped to make room"
             )
-        return self._kept[name]
+        return self._answers[name]
 
     def forget(self, name: str) -> None:
         """Drop an answer."""
-        self._kept.pop(name, None)
+        self._answers.pop(name, None)
 
 
 class EpisodeSubjects(NamedTuple):

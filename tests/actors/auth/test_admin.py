@@ -293,7 +293,7 @@ async def test_users_are_managed_from_python(scheduled: SecuredPool) -> None:
         key = await users.add("grace", slots=2)
         assert "grace" in [one.user for one in await users.list()]
         assert (await users.quota("grace", {"max_slots": 5})).max_slots == 5
-        with pytest.raises(ConfigError, match="there is no bound 'max_slot'"):
+        with pytest.raises(ConfigError, match="there is no limit 'max_slot'"):
             await users.quota("grace", {"max_slot": 5})
         assert await users.rotate("grace") != key
         await users.revoke("grace")

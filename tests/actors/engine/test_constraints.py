@@ -381,7 +381,7 @@ async def test_a_grammar_that_is_not_compiled_in_time_is_told_and_there_later(
 ) -> None:
     compiler = GrammarCompiler(load_tokenizer(str(folder)))
     text, busy = 'start: "late" <[1]>', threading.Event()
-    before = asyncio.create_task(compiler.aside(lambda: busy.wait(60)))
+    before = asyncio.create_task(compiler.in_thread(lambda: busy.wait(60)))
     await asyncio.sleep(0)
     with monkeypatch.context() as patched:
         patched.setattr(token_grammar, "COMPILE_S", 0.01)

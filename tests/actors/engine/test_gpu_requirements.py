@@ -113,7 +113,7 @@ def test_two_jobs_on_one_card_without_shares_are_refused() -> None:
     error = lack_of_memory(taken, 0.92)
     assert error is not None
     assert str(error).startswith(
-        "NVIDIA H100 (GPU-1) has 6.0 of 80.0 GiB free, and the engine is to take 73.6 (a share of "
+        "NVIDIA H100 (GPU-1) has 6.0 of 80.0 GiB free, and the engine needs 73.6 (a share of "
         "0.92): other processes hold the rest"
     )
     assert "set generator.memory_share to 0.07 or less" in error.hint

@@ -132,7 +132,7 @@ def test_the_bound_rises_while_requests_wait_and_the_cache_has_room() -> None:
     bound = Concurrency(fits=8, most=64)
     assert bound.limit == 8
     for _ in range(100):
-        bound.step(bound.limit, wanted=True, cache_share=0.3, preempted=0)
+        bound.step(bound.limit, is_demanded=True, cache_share=0.3, preempted=0)
     assert bound.limit == 64
 
 
@@ -143,24 +143,24 @@ def test_the_bound_stays_without_need_or_room_or_use(
     running: int, wanted: bool, cache_share: float
 ) -> None:
     bound = Concurrency(fits=8, most=64)
-    bound.step(running, wanted=wanted, cache_share=cache_share, preempted=0)
+    bound.step(running, is_demanded=wanted, cache_share=cache_share, preempted=0)
     assert bound.limit == 8
 
 
 def test_a_preemption_cuts_the_bound_but_never_below_what_fits_in_any_case() -> None:
     bound = Concurrency(fits=8, most=64)
     for _ in range(100):
-        bound.step(bound.limit, wanted=True, cache_share=0.5, preempted=0)
-    bound.step(60, wanted=True, cache_share=0.99, preempted=4)
+        bound.step(bound.limit, is_demanded=True, cache_share=0.5, preempted=0)
+    bound.step(60, is_demanded=True, cache_share=0.99, preempted=4)
     assert bound.limit == 42
     for _ in range(20):
-        bound.step(bound.limit, wanted=True, cache_share=0.99, preempted=1)
+        bound.step(bound.limit, is_demanded=True, cache_share=0.99, preempted=1)
     assert bound.limit == 8
 
 
 def test_requests_that_new_weights_threw_out_of_an_empty_cache_cut_nothing() -> None:
     bound = Concurrency(fits=8, most=64)
-    bound.step(8, wanted=True, cache_share=0.1, preempted=8)
+    bound.step(8, is_demanded=True, cache_share=0.1, preempted=8)
     assert bound.limit == 8
 
 

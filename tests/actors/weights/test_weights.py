@@ -142,7 +142,7 @@ async def test_a_waiter_is_woken_by_the_announcement(
     store: WeightStore, nats_server: NatsServer, scope: JobScope
 ) -> None:
     async with await connect(nats_server.url, name="waiter") as connection:
-        waiter = WeightStore(connection, scope, look_s=AFTER_PATIENCE_S)
+        waiter = WeightStore(connection, scope, poll_s=AFTER_PATIENCE_S)
         assert await waiter.wait_newer(-1, 0.05) is None
         waiting = asyncio.create_task(waiter.wait_newer(-1, AFTER_PATIENCE_S))
         await asyncio.sleep(0.1)

@@ -178,7 +178,7 @@ async def test_a_program_that_floods_the_model_meets_its_limit(tried: Try) -> No
 async def test_a_command_that_is_not_there_and_a_job_without_one_are_refused(
     tried: Try, broker: Broker
 ) -> None:
-    with pytest.raises(ConfigError, match="programs find no 'my-agnet'"):
+    with pytest.raises(ConfigError, match="programs do not find 'my-agnet'"):
         await tried("", command=["my-agnet"])
     with pytest.raises(ConfigError, match="'/nowhere' is no folder"):
         await tried("", files="/nowhere")
