@@ -368,7 +368,7 @@ async def test_without_a_scheduler_a_change_says_so(own_broker: Broker, cli: Cli
 # -- `tinkermq ps` names an actor that fails again and again ---------------------------------------
 
 
-TROUBLE = "learner failed 2 times with no work done: deadline: too late"
+TROUBLE = "learner failed 2 times without finishing any work: deadline: too late"
 
 
 def _row(**changes: Any) -> dict[str, Any]:
