@@ -28,8 +28,8 @@ class Curves:
     ) -> None:
         """Keep at most `max_points` buckets, an even number, of the first `max_names` names.
 
-        `later_counts`: of several values of one step the last is the step's (a run that was
-        resumed); else their mean.
+        `later_counts`: the last of several values of a step counts (a run that was resumed);
+        otherwise their mean.
         """
         self._max_points = max_points
         self._max_names = max_names
@@ -41,7 +41,7 @@ class Curves:
 
     @property
     def names(self) -> list[str]:
-        """What was measured, in the order in which it came."""
+        """Names of the curves, in the order of their first values."""
         return list(self._rows)
 
     @property
@@ -50,20 +50,20 @@ class Curves:
         return sum(array.nbytes for array in self._of.values())
 
     def add(self, steps: Sequence[int], values: Sequence[Mapping[str, float]]) -> None:
-        """Enter what was measured at each of some steps; what is not finite is left out."""
+        """Add the values of some steps; values that are not finite are left out."""
         if not steps:
             return
         at = np.array(steps, dtype=np.int64)
         self.last_step = max(self.last_step, int(at.max()))
         while self.last_step // self.width >= self._max_points:
             self._halve()
-        self._add_rows(dict.fromkeys(name for one in values for name in one))
-        table = np.array([[one.get(name, np.nan) for one in values] for name in self._rows])
+        self._add_rows(dict.fromkeys(name for point in values for name in point))
+        table = np.array([[point.get(name, np.nan) for point in values] for name in self._rows])
         for row in np.flatnonzero(np.isfinite(table).any(axis=1)):
             self._enter(int(row), at // self.width, table[row])
 
     def _add_rows(self, names: Iterable[str]) -> None:
-        """Make room for names that are new, while there is any."""
+        """Add rows for new names, up to `max_names`."""
         fresh = [name for name in names if name not in self._rows]
         fresh = fresh[: self._max_names - len(self._rows)]
         for name in fresh:
@@ -74,16 +74,16 @@ class Curves:
 
     def _enter(self, row: int, buckets: NDArray[np.int64], values: NDArray[np.float64]) -> None:
         there = np.isfinite(values)
-        at, found = buckets[there], values[there]
+        at, finite = buckets[there], values[there]
         of = {key: array[row] for key, array in self._of.items()}
         if self.width == 1 and self._later_counts:
-            of["sum"][at] = of["low"][at] = of["high"][at] = found
+            of["sum"][at] = of["low"][at] = of["high"][at] = finite
             of["count"][at] = 1
             return
-        np.add.at(of["sum"], at, found)
+        np.add.at(of["sum"], at, finite)
         np.add.at(of["count"], at, 1)
-        np.minimum.at(of["low"], at, found)
-        np.maximum.at(of["high"], at, found)
+        np.minimum.at(of["low"], at, finite)
+        np.maximum.at(of["high"], at, finite)
 
     def _halve(self) -> None:
         """Join each two neighbours."""
@@ -103,10 +103,10 @@ class Curves:
     def points(
         self, names: Container[str] | None = None, *, first: int = 0, last: int | None = None
     ) -> dict[str, Any]:
-        """Return what is drawn, ready for JSON: some names or all, of steps `first` to `last`.
+        """Return the curves of some names, or all, at steps `first` to `last`, ready for JSON.
 
-        `x` holds the first step of each bucket in which something was told; `series` by name the
-        means `y`, and with more than one step to a bucket also `low` and `high`; null for none.
+        `x` holds the first step of each bucket with a value, `series` by name the means `y`, and
+        with several steps per bucket also `low` and `high`; null for no value.
         """
         used = np.flatnonzero(self._of["count"].any(axis=0))
         until = self.last_step if last is None else last
@@ -124,7 +124,7 @@ class Curves:
         return {"width": self.width, "x": (used * self.width).tolist(), "series": series}
 
     def means(self, name: str) -> NDArray[np.float64]:
-        """Return the mean of each bucket, from the first on; NaN where nothing was told."""
+        """Return the mean of each bucket; NaN for a bucket without a value."""
         num = self.last_step // self.width + 1
         if name not in self._rows:
             return np.full(num, np.nan)
@@ -132,7 +132,7 @@ class Curves:
         return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
     def to_map(self) -> dict[str, Any]:
-        """Return all of it as JSON may hold it; `restore` reads it."""
+        """Return the curves as JSON values, for `restore`."""
         lines: dict[str, dict[str, list[Any]]] = {}
         for name, row in self._rows.items():
             used = np.flatnonzero(self._of["count"][row])
@@ -140,11 +140,11 @@ class Curves:
             lines[name]["at"] = used.tolist()
         return {"width": self.width, "last_step": self.last_step, "lines": lines}
 
-    def restore(self, told: Mapping[str, Any]) -> None:
-        """Become what `to_map` told of."""
-        self.width, self.last_step = int(told["width"]), int(told["last_step"])
-        self._add_rows(told["lines"])
-        for name, line in told["lines"].items():
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Restore the curves that `to_map` returned."""
+        self.width, self.last_step = int(stored["width"]), int(stored["last_step"])
+        self._add_rows(stored["lines"])
+        for name, line in stored["lines"].items():
             for key, array in self._of.items():
                 array[self._rows[name], line["at"]] = line[key]
 

@@ -21,7 +21,7 @@ BEAT_S = 1.0
 async def serve_games(context: JobContext) -> None:
     """Host the games of the context's job until it stops."""
     await context.serve_control()
-    programs, asked = _programs(context)
+    programs, leases = _programs(context)
     host = EnvironmentHost(
         context.broker,
         context.scope,
@@ -30,14 +30,14 @@ async def serve_games(context: JobContext) -> None:
         judge_job=context.record.judge,
         programs=programs,
     )
-    async with asyncio.TaskGroup() as tasks, _giving(context, asked):
+    async with asyncio.TaskGroup() as tasks, _answering(context, leases):
         beating = tasks.create_task(_report(context, host), name="env_beat")
         await host.run(context.stopping)
         beating.cancel()
 
 
 def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests | None]:
-    """Return what runs the programs of an agent job, and who asks to run them himself.
+    """Return the runner of an agent job's programs, and the queue of requests for leases.
 
     Raises ConfigError where they cannot be run.
     """
@@ -60,9 +60,9 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
 
 
 @contextlib.asynccontextmanager
-async def _giving(context: JobContext, asked: LeaseRequests | None) -> AsyncIterator[None]:
-    """Answer those who ask for episodes."""
-    if asked is None:
+async def _answering(context: JobContext, leases: LeaseRequests | None) -> AsyncIterator[None]:
+    """Answer requests for episodes."""
+    if leases is None:
         yield
         return
 
@@ -70,12 +70,12 @@ async def _giving(context: JobContext, asked: LeaseRequests | None) -> AsyncIter
     async with await Service.start(
         context.broker, name="tinkermq-given", description=description
     ) as service:
-        await service.endpoint("give", context.scope.env_give, GiveRequest, asked.answer)
+        await service.endpoint("give", context.scope.env_give, GiveRequest, leases.answer)
         yield
 
 
 async def _report(context: JobContext, host: EnvironmentHost) -> None:
-    """Put what the host has done into the heartbeat."""
+    """Record the host's work in the heartbeat."""
     await host.ready.wait()
     settle_memory()
     context.set_state("running")

@@ -1,8 +1,8 @@
 """Write a model as an ordinary folder: `python -m tinkermq.actors.get_model SOURCE FOLDER`.
 
 SOURCE is a name of the catalogue, a GGUF file, a folder, or a model of the hub (owner/name). The
-folder appears whole or not at all: SIGTERM removes what was begun. Each phase prints a line; an
-error prints what to do and ends with 1.
+folder appears complete or not at all: SIGTERM removes an unfinished one. Each phase prints a line;
+an error prints what to do and ends with 1.
 """
 
 import argparse
@@ -84,7 +84,8 @@ def get(source: str, target: Path, dtype: str) -> None:
                 f"{target} appeared while the model was made", hint="remove it, or name another"
             )
         part.rename(target)
-    say("model", f"{target} ({_size(target) / 1e6:,.0f} MB)")
+    num_bytes = sum(file.stat().st_size for file in target.iterdir())
+    say("model", f"{target} ({num_bytes / 1e6:,.0f} MB)")
 
 
 def _write_into(part: Path, source: str, work: Path, dtype: str) -> None:
@@ -96,7 +97,7 @@ def _write_into(part: Path, source: str, work: Path, dtype: str) -> None:
             (part / "chat_template.jinja").write_text(_TOOL_TEMPLATE, encoding="utf-8")
     elif source.endswith(".gguf"):
         if not Path(source).is_file():
-            raise ModelError(f"there is no file {source}", hint="see its spelling")
+            raise ModelError(f"there is no file {source}", hint="check its spelling")
         _convert_gguf(Path(source).resolve(), part, dtype)
     else:
         _copy(source, part, dtype)
@@ -214,9 +215,9 @@ def _read_header(file: Path) -> int:
         ) from error
     try:
         tensors = cast("list[Any]", GGUFReader(file).tensors)
-    except Exception as error:  # numpy's and the reader's own, by what is cut
+    except Exception as error:  # errors of numpy or the reader, depending on where the file is cut
         raise ModelError(
-            f"{file.name} is no whole GGUF file: {error}",
+            f"{file.name} is not a complete GGUF file: {error}",
             hint="copy or download it again, and compare its size",
         ) from error
     return sum(int(tensor.n_elements) for tensor in tensors)
@@ -241,7 +242,7 @@ def _copy(source: str, part: Path, dtype: str) -> None:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Read a model in the block; its library's errors become a ModelError."""
+    """Turn the errors of the library that reads a model in the block into a ModelError."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -289,10 +290,6 @@ def require_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
 def _end(_number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + signal.SIGTERM)
 
@@ -303,11 +300,11 @@ def main() -> int:
     options.add_argument("source")
     options.add_argument("folder", type=Path)
     options.add_argument("--dtype", choices=DTYPES, default="float32")
-    given = options.parse_args()
+    arguments = options.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _end)
     try:
-        get(given.source, given.folder.absolute(), given.dtype)
+        get(arguments.source, arguments.folder.absolute(), arguments.dtype)
     except TinkermqError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -1,7 +1,7 @@
-"""The GPUs of a machine, through NVML: which there are, how they are linked, how busy they are.
+"""The GPUs of a machine, through NVML: their number, links and use.
 
-GPUs that are joined by NVLink, directly or over others, are one group; without NVLink those at the
-same NUMA node of the host are.
+GPUs that NVLink joins, directly or over others, form one group; without NVLink, those at the same
+NUMA node of the host do.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ..schemas.node import Gpu, GroupKind
 from ..schemas.wire.errors import ConfigError
 
 _NONE = frozenset({"", "-1", "none", "void", "nodevfiles"})
-"""How Slurm and container runtimes say, in lower case, that a process has no GPU."""
+"""Values, in lower case, by which Slurm and container runtimes hide all GPUs."""
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class _Device:
 
 
 class Gpus:
-    """The GPUs that a node gives away; slot i of the node is the i-th of them."""
+    """The GPUs that a node offers; slot i of the node is the i-th of them."""
 
     def __init__(self, nvml: Any, devices: Sequence[_Device], pci_devices: Path) -> None:
         """`nvml` is the initialised module pynvml, `pci_devices` the kernel's list of devices."""
@@ -73,8 +73,8 @@ class Gpus:
     def read(self) -> list[Gpu]:
         """Return the GPUs with their use as of now.
 
-        One that the driver has lost since stays as it was last seen, and is logged: a node goes on
-        with the others.
+        A GPU that the driver has lost keeps its last status, and is logged: the node continues with
+        the others.
         """
         return [self._last_seen(device) for device in self._devices]
 
@@ -180,31 +180,31 @@ def load_nvml() -> Any | None:
 
 
 def find_gpus(
-    wanted: str | None,
+    names: str | None,
     load: Callable[[], Any | None] = load_nvml,
     pci_devices: Path = _PCI_DEVICES,
 ) -> Gpus | None:
-    """Return the GPUs to give away; None if there are none.
+    """Return the GPUs that a node offers; None if there are none.
 
-    `wanted` lists them: by number, by UUID (`GPU-…`, `MIG-…`, or its unique beginning), or as an
+    `names` lists them: by number, by UUID (`GPU-…`, `MIG-…`, or its unique beginning), or as an
     instance of a GPU (`0:1`); `all` is all. None: those of CUDA_VISIBLE_DEVICES, or all. A GPU in
-    MIG mode stands for its instances. Raises ConfigError when a wanted one is not there.
+    MIG mode stands for its instances. Raises ConfigError for a GPU that is not there.
     """
     nvml = load()
     there = _devices(nvml) if nvml else []
     source = "--gpus"
-    if wanted is None:
-        source, wanted = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        if nvml is None or wanted.strip().lower() in _NONE:
+    if names is None:
+        source, names = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        if nvml is None or names.strip().lower() in _NONE:
             return None
-    if wanted.strip().lower() == "all":
+    if names.strip().lower() == "all":
         return Gpus(nvml, there, pci_devices) if there else None
     chosen: list[_Device] = []
-    for part in wanted.split(","):
-        chosen += _select(part.strip(), there, f"{source} {wanted!r}")
+    for part in names.split(","):
+        chosen += _select(part.strip(), there, f"{source} {names!r}")
     if len({device.uuid for device in chosen}) < len(chosen):
         raise ConfigError(
-            f"{source} {wanted!r} names a GPU twice", hint="a GPU is one slot: name each once"
+            f"{source} {names!r} names a GPU twice", hint="a GPU is one slot: name each once"
         )
     return Gpus(nvml, chosen, pci_devices)
 
@@ -240,40 +240,41 @@ def _instances(nvml: Any, card: Any) -> list[Any] | None:
     return handles
 
 
-def _select(name: str, there: Sequence[_Device], given: str) -> list[_Device]:
+def _select(name: str, there: Sequence[_Device], source: str) -> list[_Device]:
     """Return the devices of one name of a list."""
     number, _, instance = name.partition(":")
     if number.isdigit() and (not instance or instance.isdigit()):
-        found = [device for device in there if device.index == int(number)]
+        matching = [device for device in there if device.index == int(number)]
         if instance:
-            of_card = [device for device in found if device.is_instance]
-            found = of_card[int(instance) : int(instance) + 1]
+            of_card = [device for device in matching if device.is_instance]
+            matching = of_card[int(instance) : int(instance) + 1]
         what = f"instance {instance} of GPU {number}" if instance else f"GPU {number}"
     elif name.startswith(("GPU-", "MIG-")):
-        found = [device for device in there if device.uuid.startswith(name)]
+        matching = [device for device in there if device.uuid.startswith(name)]
         what = name
     else:
         raise ConfigError(
-            f"{given} is no list of GPUs",
+            f"{source} is not a list of GPUs",
             hint="write numbers (0,2,3), UUIDs (GPU-…, MIG-…) or instances (0:1), or `all`",
         )
-    if not found:
+    if not matching:
         known = ", ".join(device.uuid for device in there) or "none"
         raise ConfigError(
-            f"{given} names {what}, and the driver shows this process: {known}",
+            f"{source} names {what}, and the driver shows this process: {known}",
             hint="see `nvidia-smi -L`; without GPUs give CPU shares away: --slots N",
         )
-    if len(found) > 1 and not number.isdigit():
+    if len(matching) > 1 and not number.isdigit():
         raise ConfigError(
-            f"{given}: {name} is the beginning of {len(found)} UUIDs", hint="write it to its end"
+            f"{source}: {name} is the beginning of {len(matching)} UUIDs",
+            hint="write it to its end",
         )
-    return found
+    return matching
 
 
 def unseen_gpu(
     gpus: str, torch: str, torch_cuda: str | None, load: Callable[[], Any | None] = load_nvml
 ) -> ConfigError:
-    """Return why a torch, built for a CUDA or for the CPU, sees none of a process's GPUs."""
+    """Return why this process's torch, built for CUDA or for the CPU, sees none of its GPUs."""
     if torch_cuda is None:
         return ConfigError(
             f"the node gave this process {gpus}, and torch {torch} is built for the CPU",

@@ -25,33 +25,37 @@ _WITH_TOOLS = """
 
 
 def main() -> None:
-    """Make the folder that the command line names."""
-    options = argparse.ArgumentParser(
+    """Write the folder that the command line names."""
+    parser = argparse.ArgumentParser(
         prog="python -m tinkermq.actors.make_tiny", description="Write a tiny random model."
     )
-    options.add_argument("folder", type=Path)
-    options.add_argument("--width", type=int, default=64)
-    options.add_argument("--layers", type=int, default=1)
-    options.add_argument("--seed", type=int, default=0)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
     kinds = (*get_args(tiny_models.TinyKind), *get_args(tiny_models.TinyVisionKind))
-    options.add_argument("--kind", choices=kinds, default="qwen3", help="qwen2_vl and on see")
-    options.add_argument(
-        "--tools", action="store_true", help="its template has tools and their calls"
+    parser.add_argument(
+        "--kind", choices=kinds, default="qwen3", help="kinds from qwen2_vl on take images"
     )
-    given = options.parse_args()
-    if given.kind in get_args(tiny_models.TinyVisionKind):
-        if given.tools:
-            options.error(f"--tools: a model of --kind {given.kind} has no template with tools")
-        size = {"width": given.width, "layers": given.layers}
-        tiny_models.save_tiny_vision_model(given.folder, kind=given.kind, seed=given.seed, **size)
+    parser.add_argument(
+        "--tools", action="store_true", help="make a template that has tools and their calls"
+    )
+    options = parser.parse_args()
+    if options.kind in get_args(tiny_models.TinyVisionKind):
+        if options.tools:
+            parser.error(f"--tools: a model of --kind {options.kind} has no template with tools")
+        size = {"width": options.width, "layers": options.layers}
+        tiny_models.save_tiny_vision_model(
+            options.folder, kind=options.kind, seed=options.seed, **size
+        )
         return
     tiny_models.save_tiny_model(
-        given.folder,
-        width=given.width,
-        layers=given.layers,
-        seed=given.seed,
-        kind=given.kind,
-        template=_WITH_TOOLS if given.tools else tiny_models.CHAT_TEMPLATE,
+        options.folder,
+        width=options.width,
+        layers=options.layers,
+        seed=options.seed,
+        kind=options.kind,
+        template=_WITH_TOOLS if options.tools else tiny_models.CHAT_TEMPLATE,
     )
 
 

@@ -29,10 +29,10 @@ ROWS_S = 60.0
 def model_checks(
     config: JobConfig, exchanges: Sequence[Exchange] = (), *, gold: bool = False, whole: bool = True
 ) -> Iterator[Check]:
-    """Yield the checks of a job's model and of what its game said.
+    """Yield the checks of a job's model, and of episodes of its game.
 
-    `exchanges` are episodes of its game, with right answers if `gold`. Without `whole` the job is
-    none yet: only the tokenizer and these episodes are checked.
+    `exchanges` are episodes of its game, with right answers if `gold`. Without `whole` only the
+    tokenizer and these episodes are checked.
     """
     chat: list[ChatTokenizer] = []
 

@@ -1,7 +1,7 @@
-"""Send one notification: what the scheduler runs for each.
+"""Send one notification, in a process that the scheduler starts for each.
 
-A process of its own, which can be ended: the server behind a user's URL may answer byte by byte, or
-without an end. The URL is a secret and comes in by the standard input; nothing is printed.
+The process can be killed: the server behind a user's URL may answer slowly, or without an end. The
+URL is a secret and is read from the standard input; nothing is printed.
 """
 
 import json

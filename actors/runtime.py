@@ -2,8 +2,8 @@
 
 An actor's module parses its arguments, then calls `run_actor` with a coroutine function. That
 function gets an `ActorContext` and returns when the work is done or `stopping` is set. Exit codes
-tell the node what to do: 0 done, 2 failed for good (a mistake of the user's that a restart cannot
-mend), anything else is no end and the actor is started again if it is still wanted.
+tell the node what to do: after 0 (done) and 2 (failed by a mistake of the user's, which a restart
+cannot mend) the actor has ended; after any other code it is restarted if the job still needs it.
 """
 
 import argparse
@@ -50,10 +50,10 @@ EXIT_FAILED = 2
 EXIT_DRAINED = 3
 EXIT_OUT_OF_MEMORY = 4
 """Of a rank's process."""
-"""Told to stop before the work was done: to be gone on with elsewhere."""
+"""Exit code of an actor that was stopped before its work was done: another node continues it."""
 SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
-"""Services without the right to make the buckets that all jobs share: they wait for them."""
+"""Services that may not make the buckets that all jobs share, and wait for them."""
 _SHARED_DEADLINE_S = 60.0
 
 S = TypeVar("S")
@@ -63,7 +63,7 @@ ControlHandler = Callable[[ControlRequest], Awaitable[dict[str, Any]]]
 
 @dataclass
 class ActorContext:
-    """What an actor works with: its connection, its name, its stop signal, its heartbeat."""
+    """An actor's connection, name, stop signal and heartbeat."""
 
     broker: Broker
     role: str
@@ -75,18 +75,18 @@ class ActorContext:
     numbers: dict[str, float] = field(default_factory=dict[str, float])
     step: int | None = None
     stop_asked: bool = False
-    """Somebody asked this actor to end for good, through its control subject."""
+    """Set when a control request ends this actor for good."""
     _waits: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     on_progress: Callable[[], None] = lambda: None
 
     def progressed(self) -> None:
-        """Say in the heartbeat that a piece of work is finished: the node asks after a failure."""
+        """Count finished work in the heartbeat, which the node reads after a failure."""
         self.presence = self.presence.model_copy(update={"progress": self.presence.progress + 1})
         if self.presence.progress == 1:
             self.on_progress()
 
     def set_state(self, state: str, *, version: int | None = None) -> None:
-        """Say in the heartbeat what the actor does now."""
+        """Record in the heartbeat what the actor does now."""
         changes: dict[str, Any] = {"state": state}
         if version is not None:
             changes["version"] = version
@@ -94,19 +94,19 @@ class ActorContext:
 
     @contextlib.contextmanager
     def waiting(self, for_what: str) -> Iterator[None]:
-        """Name a wait while it lasts, so that a stuck job says who waits for whom."""
+        """Record a wait in the heartbeat, so that a stuck job shows which actor waits for what."""
         with self._named((for_what, None)):
             yield
 
     @contextlib.contextmanager
     def missing(self, what: str, since: float | None = None) -> Iterator[None]:
-        """Name a wait for what only somebody outside can bring, `since` when (default: now)."""
+        """Record a wait for something outside the pool, `since` a time (default: now)."""
         with self._named((what, time.time() if since is None else since)):
             yield
 
     @property
     def misses(self) -> bool:
-        """Whether it waits for what only somebody outside can bring."""
+        """Return whether the actor waits for something outside the pool."""
         return any(since is not None for _, since in self._waits)
 
     @contextlib.contextmanager
@@ -118,7 +118,7 @@ class ActorContext:
             self._waits.remove(wait)
 
     async def unless_stopping(self, awaitable: Coroutine[Any, Any, T], stopped: S) -> T | S:
-        """Await something, but no longer than until `stopping` is set: then return `stopped`."""
+        """Await something until it is done, or return `stopped` once `stopping` is set."""
         work = asyncio.ensure_future(awaitable)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -154,7 +154,7 @@ class JobContext(ActorContext):
     record: JobRecord = field(kw_only=True)
     config: JobConfig = field(kw_only=True)
     own_bytes: Callable[[], dict[str, int]] = dict
-    """What this actor knows of the bytes in its memory, by what they are."""
+    """Bytes of this actor's memory by kind, as far as it knows them."""
     _control_handler: ControlHandler | None = None
     _serves_control: bool = False
 
@@ -170,8 +170,8 @@ class JobContext(ActorContext):
         await publish_event(self.broker, self.scope, event)
 
     async def failed(self, error: TinkermqError) -> None:
-        """Publish the event of an error that ends this actor; of several with the same, once."""
-        told = hashlib.sha256(f"{error.code} {error}".encode(errors="replace")).hexdigest()
+        """Publish the event of an error that ends this actor; equal errors of one attempt once."""
+        digest = hashlib.sha256(f"{error.code} {error}".encode(errors="replace")).hexdigest()
         event = Event(
             kind="actor_failed",
             source=self.name,
@@ -179,11 +179,11 @@ class JobContext(ActorContext):
             data={"code": error.code},
             time=time.time(),
         )
-        once = f"actor_failed {self.record.attempt} {told}"
+        once = f"actor_failed {self.record.attempt} {digest}"
         await publish_event(self.broker, self.scope, event, message_id=once)
 
     async def serve_control(self, handler: ControlHandler | None = None) -> None:
-        """Answer control requests: the actor's `handler` does, and without one `stop` drains.
+        """Answer control requests with the actor's `handler`; without one, `stop` drains.
 
         It may be called again with the handler of an actor that has finished starting.
         """
@@ -216,10 +216,10 @@ class JobContext(ActorContext):
 
 
 def settle_memory() -> None:
-    """Take what start-up made out of the garbage collector's sight, and let it run less often.
+    """Exclude the objects of the start-up from garbage collection, and let it run less often.
 
-    A full collection walks every module of torch and transformers; call this once an actor is
-    ready to work.
+    A full collection walks every module of torch and transformers. Call this once an actor is ready
+    to work.
     """
     gc.collect()
     gc.freeze()
@@ -326,9 +326,9 @@ def run_service_actor(
 
 async def _start_service(broker: Broker, role: str, name: str, scope: JobScope | None) -> Service:
     of_job = f" of job {scope.job}" if scope else ""
-    told = {"actor": name, **({"job": scope.job, "user": scope.user} if scope else {})}
+    metadata = {"actor": name, **({"job": scope.job, "user": scope.user} if scope else {})}
     text = f"tinkermq {role} {name}{of_job}"
-    return await Service.start(broker, name=f"tinkermq-{role}", description=text, metadata=told)
+    return await Service.start(broker, name=f"tinkermq-{role}", description=text, metadata=metadata)
 
 
 async def _job_record(broker: Broker, scope: JobScope) -> JobRecord:
@@ -464,10 +464,10 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 
 
 def return_free_memory() -> None:
-    """Give memory that is allocated no more back to the system, where the C library keeps it.
+    """Return freed memory to the system, where the C library keeps it.
 
-    glibc keeps what lies between other allocations: the activations of a step, for the next one,
-    which finds them in other places. Elsewhere than with glibc this does nothing.
+    glibc keeps freed memory that lies between other allocations, such as the activations of a
+    step. With other C libraries this does nothing.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -478,7 +478,7 @@ def return_free_memory() -> None:
 
 
 class _Patient:
-    """A stream whose file may be on a full disk: what cannot be written waits in its buffer."""
+    """A stream whose file may be on a full disk: its buffer keeps what cannot be written yet."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -489,7 +489,7 @@ class _Patient:
             self._stream.write(text)
 
     def flush(self) -> None:
-        """Bring to the file what there is room for."""
+        """Write as much of the buffer to the file as fits."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
@@ -497,7 +497,7 @@ class _Patient:
 def configure_logging(**bound: Any) -> structlog.stdlib.BoundLogger:
     """Configure structlog for this process and return a logger with `bound` on every line.
 
-    TINKERMQ_LOG_FORMAT=json writes one JSON object a line, TINKERMQ_LOG_LEVEL sets the least
+    TINKERMQ_LOG_FORMAT=json writes one JSON object a line, TINKERMQ_LOG_LEVEL sets the lowest
     level (default info). Logs go to standard error.
     """
     as_json = os.environ.get("TINKERMQ_LOG_FORMAT") == "json" or not sys.stderr.isatty()

@@ -41,14 +41,14 @@ def main() -> None:
     """Read the rows and print a line for each."""
     import pyarrow.parquet
 
-    options = argparse.ArgumentParser(prog="python -m tinkermq.actors.show_answers")
-    options.add_argument("models", nargs=2)
-    options.add_argument("data")
-    options.add_argument("count", type=int)
-    given = options.parse_args()
-    table = cast("Any", pyarrow.parquet).read_table(given.data, columns=["prompt"])
-    prompts = [row["prompt"] for row in table.slice(0, given.count).to_pylist()]
-    both = [answers(path, prompts) for path in given.models]
+    parser = argparse.ArgumentParser(prog="python -m tinkermq.actors.show_answers")
+    parser.add_argument("models", nargs=2)
+    parser.add_argument("data")
+    parser.add_argument("count", type=int)
+    options = parser.parse_args()
+    table = cast("Any", pyarrow.parquet).read_table(options.data, columns=["prompt"])
+    prompts = [row["prompt"] for row in table.slice(0, options.count).to_pylist()]
+    both = [answers(path, prompts) for path in options.models]
     for prompt, first, second in zip(prompts, *both, strict=True):
         sys.stdout.write(json.dumps([prompt[-1]["content"], first, second]) + "\n")
 

@@ -1,4 +1,4 @@
-"""Make a tiny model that half knows a game: `python -m tinkermq.actors.warm_start GAME FOLDER`.
+"""Make a tiny model that knows a game in part: `python -m tinkermq.actors.warm_start GAME FOLDER`.
 
 Reinforcement learning selects among answers that a policy already gives; a random model gives none.
 So the model is first trained on the game's demonstrations by supervised learning, for some
@@ -95,7 +95,7 @@ def find_recipe(game: str) -> Recipe:
 
 
 def is_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> bool:
-    """Return whether `folder` holds the model that the present recipe makes of the present game."""
+    """Return whether `folder` holds the model of the current recipe and the current game."""
     stamp = folder / _STAMP
     return stamp.is_file() and stamp.read_text() == _digest(game, seed, steps)
 
@@ -130,7 +130,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
         return None
     import torch
 
-    torch.set_num_threads(1)  # more slow a tiny model down, and sum in another order
+    torch.set_num_threads(1)  # more threads slow a tiny model down, and sum in another order
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -177,12 +177,13 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     count = min(steps * recipe.batch, recipe.conversations)
-    known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
-    max_row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
+    chats = itertools.islice(_conversations(game, seed), count)
+    known = [_tokens(chat, messages) for messages in chats]
+    max_row_tokens = _ROW_CONVERSATIONS * max(len(row.token_ids) for row in known)
     seen = {
-        one.images: reader.read_images(model, one.token_ids, one.images)
-        for one in known
-        if reader is not None and one.images
+        row.images: reader.read_images(model, row.token_ids, row.images)
+        for row in known
+        if reader is not None and row.images
     }
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
@@ -193,7 +194,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
                 rows,
                 max_row_tokens=max_row_tokens,
                 microbatch_tokens=_BATCH_TOKENS,
-                see=lambda one: seen.get(one.images),
+                see=lambda row: seen.get(row.images),
             )
             loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()
@@ -213,13 +214,13 @@ def _conversations(game: str, seed: int) -> Iterator[list[ChatMessage]]:
 
 
 def _tokens(chat: "ChatTokenizer", messages: list[ChatMessage]) -> "TokenSequence":
-    """Tokenise a conversation as the agent loop would; mark what the assistant says."""
+    """Tokenise a conversation as the agent loop would; mark the tokens of the assistant."""
     import numpy as np
 
     from .training.micro_batch import TokenSequence
 
-    spoken = chat.conversation(messages)
-    ids, mask = spoken.token_ids.astype(np.int64), spoken.mask.astype(np.int64)
+    conversation = chat.conversation(messages)
+    ids, mask = conversation.token_ids.astype(np.int64), conversation.mask.astype(np.int64)
     return TokenSequence(ids, mask, images_of(messages))
 
 

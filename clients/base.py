@@ -1,4 +1,4 @@
-"""What the clients share: one connection to the pool, URLs, and twins of the async clients.
+"""Shared by the clients: the connection to the pool, URLs, and twins of the async clients.
 
 The async client does the work. Its twin runs it on an event loop in a thread, which all twins of
 the process share; so a twin also works inside a program that has a loop of its own (a notebook),
@@ -39,7 +39,7 @@ class PoolClient:
     """
 
     def __init__(self, broker_url: str, api_key: str | None, owner: str | None = None) -> None:
-        """Name the broker; nothing is connected yet. `owner` is the user whose job it is for."""
+        """Name the broker; nothing is connected yet. `owner` is the owner of the client's job."""
         self._broker_url, self._owner = broker_url, owner
         self.api_key = api_key
         self._pool: Pool | None = None
@@ -115,13 +115,13 @@ def _stderr_logger(*_: Any) -> structlog.PrintLogger:
 
 
 def listed(texts: str | Sequence[str]) -> list[str]:
-    """Return texts as a list; one alone is one, not its letters."""
+    """Return texts as a list; a single text becomes a list of one."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 @contextlib.contextmanager
 def unwrap_error_groups() -> Iterator[None]:
-    """Raise the first TinkermqError of an exception group by itself."""
+    """Raise the first TinkermqError of an exception group in place of the group."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -331,7 +331,7 @@ class JobAddress:
 
     @property
     def server_url(self) -> str:
-        """The one URL that says all of it."""
+        """URL of the job: broker, user and job id."""
         return f"{self.broker_url}/{self.scope.user}/{self.scope.job}"
 
 

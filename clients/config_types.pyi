@@ -51,7 +51,7 @@ class RewardConfigDict(TypedDict, total=False):
     judge_request: dict[str, Any]
     """Further fields of requests to a judge at `url`, such as `reasoning_effort`; null removes one: `{max_tokens: null}`. An API that refuses `max_tokens` gets `max_completion_tokens`, one that refuses `temperature` none."""
     timeout_s: float
-    """Time limit of one reward, with all tries."""
+    """Time limit of one reward, including all tries."""
     tries: int
     """Tries while endpoint or judge is unreachable, busy or slow."""
     max_requests: int
@@ -409,23 +409,23 @@ class LearnerConfigDict(TypedDict, total=False):
     num_minibatches: int
     """Optimiser updates per batch and version, each on a part of it."""
     ppo_epochs: int
-    """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
+    """Passes over a batch, with `num_minibatches` updates each; ratios and clips are relative to the policy before the first."""
     dtype: Literal['auto', 'float32', 'bfloat16']
     """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a GPU, float32 on CPUs."""
     publish_dtype: Literal['auto', 'float32', 'bfloat16']
     """Dtype of the weights that generators get. auto: that of `generator.dtype`."""
     deterministic: bool
-    """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a GPU: slower. On CPUs results are the same bits anyway."""
+    """Use deterministic CUDA kernels only, so that `tinkermq replay` arrives at the same bits on a GPU: slower. On CPUs results always have the same bits."""
     max_row_tokens: int
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: int | Literal['auto']
     """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool
-    """Compute what sequences begin with in common once: a system prompt, a group's prompt, answers that begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
+    """Compute common beginnings of sequences once: a system prompt, a group's prompt, answers that begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
     gradient_checkpointing: bool | Literal['auto']
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
     offload_activations: bool | Literal['auto']
-    """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU holds those of one layer, and each takes its way over PCIe twice. auto: where the GPU is estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
+    """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU holds those of one layer, and each crosses PCIe twice. auto: where the GPU is estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
     compile: bool
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to rounding. Needs a C++ compiler."""
     cpu_offload: bool
@@ -453,7 +453,7 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` and `images` may stand beside it. Empty: not an SFT job."""
+    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are trained; columns `tools` and `images` are optional. Empty: not an SFT job."""
 
 class TinkerConfigDict(TypedDict, total=False):
     base: str

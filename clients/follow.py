@@ -72,7 +72,7 @@ class _Follower:
         self._pool = pool
         self._record = record
         self._from_start = from_start
-        self._heard = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._is_away = False
         self._is_over, self._has_read_all = asyncio.Event(), asyncio.Event()
 
@@ -81,14 +81,14 @@ class _Follower:
         if self._is_away:
             return
         self._is_away = True
-        self._tell("broker_away", "waiting for it; the pool waits, too")
+        self._put_event("broker_away", "waiting for the broker, as the pool does")
 
     def report_broker_back(self) -> None:
         """Report that the broker is back."""
         self._is_away = False
-        self._tell("broker_back", "following the run again")
+        self._put_event("broker_back", "following the run again")
 
-    def _tell(self, kind: str, message: str) -> None:
+    def _put_event(self, kind: str, message: str) -> None:
         event = Event(kind=kind, source="client", message=message, time=time.time())
         with contextlib.suppress(asyncio.QueueFull):  # the reader is far behind anyway
             self.updates.put_nowait(event)
@@ -121,7 +121,7 @@ class _Follower:
         )
         async with aclosing(feed) as messages:
             async for message in messages:
-                self._heard = time.monotonic()
+                self._last_message_at = time.monotonic()
                 if not isinstance(message, LogLines):
                     await self.updates.put(message)
 
@@ -136,8 +136,8 @@ class _Follower:
                 self._record = newest
                 if not self._ended:
                     await self.updates.put(newest)
-        self._heard = time.monotonic()
-        while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110  quiet is the absence of events
+        self._last_message_at = time.monotonic()
+        while (left := self._last_message_at + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110  quiet is the absence of events
             await asyncio.sleep(left)
         self._is_over.set()
         await self._has_read_all.wait()
@@ -197,7 +197,7 @@ class RunProgress:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is in a final state."""
+        """Return whether the run is in a final state."""
         return self.record.state in FINAL_STATES
 
     @property

@@ -131,7 +131,7 @@ class Home:
                 self._held = None
 
     def is_locked(self) -> bool:
-        """Whether a supervisor has locked the folder; always False without file locks (Windows)."""
+        """Return whether a supervisor has locked the folder; False without file locks (Windows)."""
         try:
             import fcntl
         except ModuleNotFoundError:  # Windows, where there is no pool but clients
@@ -156,9 +156,9 @@ class Home:
 
 def default_folder() -> Path:
     """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`; StorageError without a home."""
-    given = os.environ.get(HOME_VARIABLE)
+    folder = os.environ.get(HOME_VARIABLE)
     try:
-        return Path(given or "~/.local/share/tinkermq").expanduser()
+        return Path(folder or "~/.local/share/tinkermq").expanduser()
     except RuntimeError as error:
         raise StorageError(
             f"there is no folder for tinkermq: this user has no home ({error})",
@@ -166,12 +166,12 @@ def default_folder() -> Path:
         ) from error
 
 
-def find_url(given: str | None = None) -> str:
-    """Return the broker's URL: the given one, `$TINKERMQ_NATS_URL`, or that of the local stack.
+def find_url(named: str | None = None) -> str:
+    """Return the broker's URL: `named`, `$TINKERMQ_NATS_URL`, or that of the local stack.
 
     Raises BrokerError when there is none.
     """
-    url = given or os.environ.get(URL_VARIABLE)
+    url = named or os.environ.get(URL_VARIABLE)
     if url:
         return url
     state = Home().read_running_stack()
@@ -184,12 +184,12 @@ def find_url(given: str | None = None) -> str:
     return state.url
 
 
-def find_openai(given: str | None = None) -> str | None:
+def find_openai(named: str | None = None) -> str | None:
     """Return the OpenAI-compatible base URL of a gateway, or None if none is known.
 
-    It is the given one, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
+    It is `named`, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
     """
-    url = given or os.environ.get(GATEWAY_VARIABLE)
+    url = named or os.environ.get(GATEWAY_VARIABLE)
     state = None if url else Home().read_running_stack()
     url = url or (state.gateway if state else None)
     return f"{url.rstrip('/')}/v1" if url else None

@@ -40,14 +40,14 @@ class NeedlessWarning(UserWarning):
 
 
 class Translation(NamedTuple):
-    """What a known key becomes: our key and the conversion of its value, an error, or nothing."""
+    """Translation of a known key: our key and the conversion of its value, an error, or nothing."""
 
     target: str = ""
     convert: Callable[[Any], Any] = lambda value: value
     refusal: str = ""
-    """Why it has no effect, and what to use: without it the job would be another one."""
+    """Why it cannot be translated, and what to use instead."""
     needless: str = ""
-    """Why the job is the same without it."""
+    """Why it makes no difference."""
 
 
 def _as_list(value: Any) -> list[str]:
@@ -193,7 +193,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     needless: dict[str, str] = {}
     for key, value in flat.items():
         with _collected(refused):
-            _take(key, value, tree, needless)
+            _translate_key(key, value, tree, needless)
     if "max_new_tokens" in flat and "max_response_tokens" in tree.get("rollout", {}):
         with _collected(refused):
             _fit_lengths(tree)
@@ -204,7 +204,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _take(key: str, value: Any, tree: dict[str, Any], needless: dict[str, str]) -> None:
+def _translate_key(key: str, value: Any, tree: dict[str, Any], needless: dict[str, str]) -> None:
     """Add one key to the tree, or to the needless ones."""
     entry = _find(key, value)
     if entry is None:
@@ -287,7 +287,7 @@ def _find(key: str, value: Any) -> Translation | None:
             f"{key} is a section, got {value!r}", hint="see `tinkermq config schema` for its keys"
         )
     section = key.split(".")[0]
-    # `algorithm` is a word there and a section here.
+    # `algorithm` is a string there and a section here.
     if section in TABLE and not TABLE[section].target and section not in _SECTIONS:
         return TABLE[section]
     raise ConfigError(

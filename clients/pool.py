@@ -53,7 +53,7 @@ def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         if os.environ.get(name):
             raise errors.ConfigError(
                 f"{name} is set here, but the learner logs to wandb from one of the pool's nodes",
-                hint=f"have it set in the environment of the nodes (node.env), and unset {name} "
+                hint=f"set it in the environment of the nodes (node.env), and unset {name} "
                 "here, or log to wandb-offline",
             )
     changes: dict[str, Any] = {"logger_backends": _in_mode(backends)}
@@ -125,7 +125,7 @@ class Pool(SchedulerCalls):
 
     @property
     def has_users(self) -> bool:
-        """Whether the pool has users with keys."""
+        """Return whether the pool has users with keys."""
         return self.broker.user != DEFAULT_USER
 
     async def find(self, name: str) -> JobRecord:
@@ -144,7 +144,7 @@ class Pool(SchedulerCalls):
         )
 
     async def has_run(self, name: str) -> bool:
-        """Whether there is a job with this id or run name."""
+        """Return whether there is a job with this id or run name."""
         return is_token(name) and await self._jobs.find(self.broker.user, name) is not None
 
     async def delete_run(self, name: str) -> JobRecord:
@@ -153,7 +153,7 @@ class Pool(SchedulerCalls):
         Raises NotFoundError, StateError with the reason why it cannot, DeadlineError.
         """
         record = await self.find(name)
-        with contextlib.suppress(errors.NotFoundError):  # an earlier request has done it meanwhile
+        with contextlib.suppress(errors.NotFoundError):  # an earlier request deleted it
             await self.delete(record.job)
         await self._until(record, "delete", lambda now: now is None, _REMOVAL_S)
         return record
@@ -165,7 +165,7 @@ class Pool(SchedulerCalls):
         """
         record = await self.find(name)
         secrets = secrets_for(merged(record.config, changes))
-        if secrets and record.state in FINAL_STATES:  # what it had went with its end
+        if secrets and record.state in FINAL_STATES:  # its old secrets were removed when it ended
             await self.hand_over(record.job, secrets)
         return await self.resume(record.job, changes)
 
@@ -255,7 +255,7 @@ class Pool(SchedulerCalls):
 
 
 def is_token(name: str) -> bool:
-    """Whether a text is a valid run name."""
+    """Return whether a text is a valid run name."""
     try:
         token(name, what="run")
     except errors.MessageError:

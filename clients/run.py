@@ -73,7 +73,7 @@ class EvaluationSettings(NamedTuple):
 
     @property
     def has_changes(self) -> bool:
-        """Whether anything differs from the run's own configuration."""
+        """Return whether anything differs from the run's own configuration."""
         return bool(self.overrides or self.tasks or self.data)
 
     def config(self, record: JobRecord, folder: Path | None) -> dict[str, Any]:
@@ -105,11 +105,11 @@ async def evaluate(
 
     Raises ConfigError, NotFoundError, JobFailedError, DeadlineError.
     """
-    given = _folder(target)
-    if given is not None:
+    folder = _folder(target)
+    if folder is not None:
         record = await pool.find(_needed(settings.like))
         return await _evaluate_model(
-            pool, target, settings.config(record, given), None, on_submitted
+            pool, target, settings.config(record, folder), None, on_submitted
         )
     if is_path(target):
         record = await pool.find(_needed(settings.like))
@@ -171,7 +171,7 @@ async def _newest_version(pool: Pool, record: JobRecord) -> int:
     learner = await presences(pool.broker).find(f"{record.scope.key}.learner")
     if learner is None or learner.value.version is None:
         raise NotFoundError(
-            f"run {record.name} has no learner that is heard of yet",
+            f"run {record.name} has no learner with a heartbeat yet",
             hint=f"see what it waits for: `tinkermq watch {record.name}`",
         )
     return learner.value.version
@@ -406,13 +406,13 @@ def as_numbers(metrics: Sequence[Metric], names: str | Sequence[str] | None = No
             if name not in numbers:
                 numbers[name] = np.full(len(steps), np.nan)
             numbers[name][place[metric.step]] = value
-    if lacking := sorted(set(chosen or ()) - numbers.keys()):
+    if unknown := sorted(set(chosen or ()) - numbers.keys()):
         raise ConfigError(
-            f"the run has no metric {lacking[0]!r}",
+            f"the run has no metric {unknown[0]!r}",
             hint=f"it has {len(numbers)}, such as {', '.join(sorted(numbers)[:5])}",
         )
-    wanted = sorted(numbers) if chosen is None else chosen
-    return {"step": np.array(steps, np.float64), **{name: numbers[name] for name in wanted}}
+    names = sorted(numbers) if chosen is None else chosen
+    return {"step": np.array(steps, np.float64), **{name: numbers[name] for name in names}}
 
 
 def _points(numbers: Mapping[str, NDArray[np.float64]], name: str) -> list[tuple[float, float]]:
@@ -429,4 +429,4 @@ def _settings(overrides: str | Sequence[str], tasks: Sequence[int] | None) -> Ev
 
 
 def _ignore(_: JobRecord) -> None:
-    """Ignore the job that evaluates."""
+    """Do nothing with the job that evaluates."""

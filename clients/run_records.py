@@ -75,17 +75,17 @@ class LoggedEpisode:
 
 @dataclass(frozen=True)
 class EpisodeFilter:
-    """Which episodes of a run are read."""
+    """Selects the episodes of a run to read."""
 
     step: int | None = None
     """Only episodes trained in this step."""
     errors: bool = False
     """Only failed episodes."""
     most: int | None = None
-    """Most episodes, newest first; None: all."""
+    """Largest number of episodes, newest first; None: all."""
 
     def matches(self, episode: LoggedEpisode) -> bool:
-        """Whether the filter selects an episode."""
+        """Return whether the filter selects an episode."""
         trajectory = episode.trajectory
         return not self.errors or trajectory is None or bool(trajectory.failures)
 
@@ -141,7 +141,7 @@ _START_POLL_S = 1.0
 
 
 async def check_actor(pool: Pool, record: JobRecord, actor: str | None) -> None:
-    """Raise NotFoundError for an actor that the run does not have and whose lines it has not."""
+    """Raise NotFoundError for an actor that the run neither has nor has lines of."""
     known = {actor_record.name for actor_record in record.actors}
     if actor is None or actor in known:
         return

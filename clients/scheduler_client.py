@@ -76,12 +76,12 @@ class AsyncSchedulerClient(base.PoolClient):
         that can never fit, JobFailedError, DeadlineError after `timeout`.
         """
         del enable_agent_loop  # every job runs the agent loop
-        given = as_tree(config)
-        wandb_key = wandb_key or given.pop("wandb_key", None)
+        values = as_tree(config)
+        wandb_key = wandb_key or values.pop("wandb_key", None)
         if wandb_key:  # for trackers of this process; the job gets it sealed
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
-        tree = translate(given)
+        tree = translate(values)
         if num_gpus is not None and not (
             num_gpus == 1 and validation.section_value(tree, "sft", "data")
         ):
@@ -361,15 +361,15 @@ class AsyncPoolUsers(base.PoolClient):
     ) -> str:
         """Add a user; return the key, which is not stored. With `days` 0 it never expires."""
         request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
-        return (await self._ask("add", request, NewKey)).secret
+        return (await self._request("add", request, NewKey)).secret
 
     async def rotate(self, user: str, days: float = 365.0) -> str:
         """Replace a user's key and return the new one; the old one ends now."""
-        return (await self._ask("rotate", RotateKey(user=user, days=days), NewKey)).secret
+        return (await self._request("rotate", RotateKey(user=user, days=days), NewKey)).secret
 
     async def revoke(self, user: str) -> UserInfo:
         """Revoke a user's key for good. Running jobs are not stopped."""
-        return (await self._ask("revoke", NameUser(user=user), UserReply)).user
+        return (await self._request("revoke", NameUser(user=user), UserReply)).user
 
     async def quota(self, user: str, bounds: dict[str, float]) -> UserInfo:
         """Change a user's quota (`{"max_slots": 8, "weight": 2}`) and return the user.
@@ -379,13 +379,13 @@ class AsyncPoolUsers(base.PoolClient):
         known = SetQuota.model_fields.keys() - {"user"}
         if unknown := sorted(bounds.keys() - known):
             raise ConfigError(
-                f"there is no bound {unknown[0]!r}",
+                f"there is no limit {unknown[0]!r}",
                 hint=validation.did_you_mean(unknown[0], sorted(known)),
             )
         request = SetQuota.model_validate({"user": user, **bounds})
-        return (await self._ask("quota", request, UserReply)).user
+        return (await self._request("quota", request, UserReply)).user
 
-    async def _ask(self, method: str, request: Any, reply: Any) -> Any:
+    async def _request(self, method: str, request: Any, reply: Any) -> Any:
         return await ask_users((await self._connected()).broker, method, request, reply)
 
 

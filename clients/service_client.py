@@ -109,7 +109,7 @@ class AsyncServiceClient(PoolClient):
         Raises JobFailedError with the pool's reason when the job fails or is stopped, and
         GameError when the game in this process fails.
         """
-        del game_stats_log_freq  # the metrics of each step have them
+        del game_stats_log_freq  # the metrics of each step contain them
         if game_stats_client is not None:
             warn_needless({"game_stats_client": "numbers in the game's info are metrics game/*"})
         pool = await self._connected()
@@ -161,7 +161,7 @@ class AsyncServiceClient(PoolClient):
         training: dict[str, Any] = {
             key: value
             for key, value in wishes.items()
-            # A default of `fit` does not override what was configured on purpose.
+            # A default of `fit` does not override a configured value.
             if value is not None and not (key in known and value == _FIT_DEFAULTS.get(key))
         }
         config: dict[str, Any] = {"training": training}

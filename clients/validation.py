@@ -1,4 +1,4 @@
-"""What users write in a configuration, checked before a job is submitted: names, paths, files."""
+"""Check and resolve names, paths and files of a configuration before a job is submitted."""
 
 import copy
 import difflib
@@ -18,7 +18,7 @@ from ..schemas.wire.errors import ConfigError, DataError, ModelError
 
 
 def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return `did you mean X?` for the closest of `known`, the known ones, or `otherwise`."""
+    """Return `did you mean X?` for the closest name, or `otherwise`, or the list of `known`."""
     names = sorted(set(known))
     near = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
     if near:
@@ -55,7 +55,7 @@ def full_checkpoint_name(name: str) -> str:
     return f"{run}@{step or LAST_STEP}"
 
 
-# Paths in a configuration: paths relative to the submitter become absolute.
+# Paths in a configuration: relative paths become absolute.
 #
 # A pool on another machine has other folders, so paths that do not exist here are left unchanged.
 
@@ -100,17 +100,17 @@ def _resolve_programs(agent: dict[str, Any]) -> None:
 
 
 def is_local_pool(broker_url: str) -> bool:
-    """Whether the pool of a broker runs on this machine and sees the same folders."""
+    """Return whether the pool of a broker runs on this machine and sees the same folders."""
     return urlsplit(broker_url).hostname in _LOCAL_HOSTS
 
 
 def _existing(path: str) -> str:
-    """Return the absolute path of what exists, anything else (a hub name) unchanged."""
+    """Return the absolute path of an existing file or folder; other names (hub) unchanged."""
     place = Path(path).expanduser()
     return str(place.resolve()) if place.exists() else path
 
 
-# The files of a configuration: models, data, programs; checked without loading them.
+# The files of a configuration (models, data, programs), which are not loaded.
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _DATA_KEYS = (
@@ -150,18 +150,19 @@ def _check_dataset(name: str, key: str) -> None:
     elif not Path(name).expanduser().is_file():
         raise DataError(
             f"there is no dataset file {name!r} ({key})",
-            hint="give the path of a parquet or JSONL file, relative to this folder or absolute",
+            hint="give the path of a parquet or JSONL file, absolute or relative to the working "
+            "folder",
         )
 
 
 def _check_folders_exist(agent: Mapping[str, Any]) -> None:
     named = [(key, agent.get(key)) for key in ("files", "reward_files")]
-    named += [("read", one) for one in cast("list[Any]", agent.get("read") or [])]
+    named += [("read", folder) for folder in cast("list[Any]", agent.get("read") or [])]
     for key, name in named:
         if isinstance(name, str) and not Path(name).expanduser().is_dir():
             raise ConfigError(
                 f"there is no folder {name!r} (agent.{key})",
-                hint="give the path of a folder, relative to this one or absolute",
+                hint="give the path of a folder, absolute or relative to the working folder",
             )
 
 
@@ -212,7 +213,7 @@ _LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "
 
 
 def is_complete(tree: dict[str, Any]) -> bool:
-    """Whether a job can start: there is a model, and a game, programs or conversations."""
+    """Return whether a job can start: it has a model, and a game, programs or conversations."""
     return bool(section_value(tree, "model", "path")) and any(
         section_value(tree, section, key) for section, key in _LEARNT
     )

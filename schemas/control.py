@@ -105,7 +105,7 @@ class GpuTurn(Message):
     version: int
     """Version with which they wake."""
     memory_share: float | None = None
-    """Share of the GPU's memory for the engines; null: there is no GPU."""
+    """Share of the GPU's memory for the engines; null: without a GPU."""
     sleeps: bool = False
     """Whether the engines ever have to sleep."""
 

@@ -154,7 +154,7 @@ class StepReply(Message):
             raise ValueError("tool_results and observations are of different lengths")
         length = len(self.observations)
         if not all(
-            0 <= at < length for at in (*(one.index for one in self.failed), *self.timed_out)
+            0 <= at < length for at in (*(item.index for item in self.failed), *self.timed_out)
         ):
             raise ValueError("failed or timed_out names an action that was not asked for")
         return self

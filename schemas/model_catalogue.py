@@ -74,7 +74,7 @@ def find_model(path: str) -> str:
     folder = catalogue_folder(path)
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model {path} is not on this machine: there is no {folder}",
+            f"model {path} is not on this machine: {folder} does not exist",
             hint=f"run `tinkermq model get {path}` here; on other machines of a pool, too",
         )
     return str(folder)

@@ -468,7 +468,7 @@ class TimeUse:
         self._doing = rest
         self._since = clock()
         self._totals = dict.fromkeys((*kinds, rest), 0.0)
-        self._taken = dict(self._totals)
+        self._last_totals = dict(self._totals)
 
     @contextmanager
     def doing(self, kind: str) -> Iterator[None]:
@@ -494,7 +494,7 @@ class TimeUse:
     def reassign(self, source: str, target: str, seconds: float) -> None:
         """Call seconds of `source` by another name, as many of them as were not taken yet."""
         self._settle()
-        moved = min(seconds, self._totals[source] - self._taken[source])
+        moved = min(seconds, self._totals[source] - self._last_totals[source])
         self._totals[source] -= moved
         self._totals[target] += moved
 
@@ -506,8 +506,8 @@ class TimeUse:
     def take(self) -> dict[str, float]:
         """Return the seconds by kind since the last call; kinds without any are left out."""
         totals = self.totals()
-        spent = {kind: total - self._taken[kind] for kind, total in totals.items()}
-        self._taken = totals
+        spent = {kind: total - self._last_totals[kind] for kind, total in totals.items()}
+        self._last_totals = totals
         return {kind: seconds for kind, seconds in spent.items() if seconds > 0}
 
     def _turn(self) -> None:

@@ -48,9 +48,9 @@ _INSPECT_S = 120.0
 """An inspection of a model that takes longer is ended."""
 _MAX_RESULTS = 32
 _MAX_LOOKS = 8
-"""Files, or models, looked for at once, those on disks that hang among them."""
+"""Lookups of files, or of models, at once, including those on disks that hang."""
 MAX_CONFIG_BYTES = 96 * 1024
-"""Of what a process gets by its environment, which the kernel bounds."""
+"""Largest request in an environment variable, whose size the kernel bounds."""
 _UNKNOWN = CheckReply(done=False)
 
 
@@ -147,7 +147,7 @@ class ModelChecks:
 
 
 class _Output:
-    """What a process of checks prints: results, and a little of everything else."""
+    """The output of a process of checks: its results, and the end of its other output."""
 
     def __init__(self) -> None:
         self._memory = ErrorMemory()
@@ -177,7 +177,7 @@ class _Output:
 
 
 class EnvCheckRunner:
-    """Plays games that jobs may be submitted with, one at a time."""
+    """Plays games of jobs that are not submitted yet, one at a time."""
 
     def __init__(self, starter: ActorStarter, play_s: float = _PLAY_S) -> None:
         """Play nothing yet; `starter` starts the processes, in the sandbox of hosts."""
@@ -245,7 +245,7 @@ class EnvCheckRunner:
 
 
 class _ModelInspection:
-    """Inspects models of jobs that may be submitted, one at a time."""
+    """Inspects models of jobs that are not submitted yet, one at a time."""
 
     def __init__(self) -> None:
         self._is_busy = False

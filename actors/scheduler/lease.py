@@ -4,7 +4,7 @@ The leader renews its key every second. A standby watches the key's revision by 
 takes over, by compare-and-set, once it has not changed for three seconds: clocks of different
 machines are never compared. Each leader has a higher epoch than the one before, so a released lease
 is stored without a holder; nodes refuse requests of an older epoch. If the broker lost the lease,
-nodes still know the epoch that they have heard (`rise`).
+nodes still know the last epoch (`rise`).
 """
 
 import asyncio
@@ -30,21 +30,21 @@ class Timing:
     """A scheduler's clocks, in seconds; tests run them faster."""
 
     turn_s: float = 0.5
-    """Between two looks at all jobs, when nothing calls for one at once."""
+    """Between two turns of the loop over all jobs, without a change that starts one at once."""
     hurries: bool = True
-    """Whether a change calls for a look at once."""
+    """Whether a change starts a turn at once."""
     renew_s: float = 1.0
     """Between two renewals of the lease."""
     stale_s: float = 3.0
-    """A lease that stood still for this long may be taken over."""
+    """A lease that was not renewed for this long may be taken over."""
     aging_s: float = 3600.0
-    """A wait of so long counts as one more point of priority."""
+    """A wait of this length adds one point of priority."""
     silent_s: float = 10.0
-    """A node that was not heard of for this long has left."""
+    """A node that was silent for this long has left."""
     sync_s: float = 2.0
     """A node has this long to answer a request."""
     resync_s: float = 5.0
-    """Between two requests to a node that does what it shall."""
+    """Between two requests to a node that runs the desired actors."""
 
 
 # -- duration of decisions -------------------------------------------------------------------------
@@ -56,11 +56,11 @@ class DecisionTimes:
     """The times of the last decisions over the whole queue."""
 
     def __init__(self) -> None:
-        """Have timed none."""
+        """Start without any times."""
         self._seconds: deque[float] = deque(maxlen=_KEPT)
 
     def note(self, seconds: float) -> None:
-        """Note the time that a decision took of the event loop's thread."""
+        """Note the time that a decision took in the event loop's thread."""
         self._seconds.append(seconds)
 
     def numbers(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class LeaderLease:
     """The right to schedule; `acquire` it, then keep it by `hold`."""
 
     def __init__(self, broker: Broker, timing: Timing) -> None:
-        """Take no lease yet."""
+        """Hold no lease yet."""
         self._bucket = Bucket(broker, BUCKET_LEASES, SchedulerLease)
         self._timing = timing
         self._revision = 0
@@ -97,28 +97,28 @@ class LeaderLease:
         return time.monotonic() - self._renewed < self._timing.stale_s
 
     async def acquire(self, stopping: asyncio.Event) -> bool:
-        """Wait until the lease is ours; False if `stopping` was set before."""
+        """Wait until this scheduler has the lease; return False if `stopping` was set before."""
         seen: int | None = None
         since = time.monotonic()
         while not stopping.is_set():
             asked_at = time.monotonic()
-            revision, before, is_free = await self._look()
+            revision, before, is_free = await self._read_lease()
             is_silent = asked_at - since >= self._timing.stale_s
             if not is_free and revision != seen:
                 seen, since = revision, asked_at
-            elif (is_free or is_silent) and await self._take(revision, before, asked_at):
+            elif (is_free or is_silent) and await self._acquire(revision, before, asked_at):
                 return True
             await asyncio.sleep(_POLL_S)
         return False
 
     def rise(self, epoch: int) -> None:
-        """Have a higher epoch than one that nodes have heard, from now on; only its holder may."""
+        """Raise the epoch above one that nodes know; only for the holder of the lease."""
         self.epoch = max(self.epoch, epoch + 1)
 
-    async def _look(self) -> tuple[int | None, int, bool]:
-        """Return the revision of the lease, None for none, its epoch, and whether it is free.
+    async def _read_lease(self) -> tuple[int | None, int, bool]:
+        """Return the revision of the lease (None: no lease), its epoch, and whether it is free.
 
-        What is no lease can be taken like one whose holder is silent.
+        A damaged record counts as a lease whose holder is silent.
         """
         try:
             entry = await self._bucket.get(KEY)
@@ -128,7 +128,7 @@ class LeaderLease:
             return None, 0, True
         return entry.revision, entry.value.epoch, not entry.value.holder
 
-    async def _take(self, revision: int | None, epoch_before: int, asked_at: float) -> bool:
+    async def _acquire(self, revision: int | None, epoch_before: int, asked_at: float) -> bool:
         self.epoch = max(int(time.time() * 1000), epoch_before + 1)
         value = SchedulerLease(holder=self.holder, epoch=self.epoch)
         try:
@@ -158,7 +158,7 @@ class LeaderLease:
             self._renewed = asked_at
 
     async def release(self) -> None:
-        """Give the lease back so that the next holder need not wait; harmless if it is lost."""
+        """Release the lease so that the next holder need not wait; harmless if it is lost."""
         free = SchedulerLease(holder="", epoch=self.epoch)
         with contextlib.suppress(ConflictError):
             await self._bucket.update(KEY, free, self._revision)

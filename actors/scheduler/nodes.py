@@ -1,8 +1,8 @@
 """The scheduler's view of the nodes: which are there, their reports, and which fell silent.
 
-Nodes are found by their records in the KV bucket and asked by sync. A node is heard when its
-record was written anew or it answered a sync. Silence is counted in the time that the scheduler
-itself could have received something: while the broker is away no node falls silent.
+Nodes have records in the KV bucket, and answer sync requests. A node is alive when its record was
+written anew or it answered a sync. Silence counts only while the scheduler could have received
+something: while the broker is unreachable no node falls silent.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from .lease import Timing
 # Nothing is decided by it: leases, heartbeats and silence use each process's monotonic clock.
 
 RECENT_S = 60.0
-"""An answer counts for so long, if none came back sooner."""
+"""An answer counts for this long, unless a faster one arrives."""
 
 
 @dataclass(frozen=True)
 class ClockReading:
-    """What one answer shows of a clock."""
+    """A reading of a node's clock from one answer."""
 
     ahead_s: float
-    """How far it is ahead of one's own, seconds."""
+    """How far it is ahead of this machine's clock, in seconds."""
     within_s: float
-    """By how much that may be wrong, either way."""
+    """Largest error of the offset, either way."""
     at: float
     """When it was read, by the monotonic clock."""
 
@@ -50,9 +50,9 @@ class ClockReading:
 
 
 def read_clock(shown: float, asked_at: float, took_s: float, at: float) -> ClockReading:
-    """Return what is known of a clock that showed `shown` in an answer.
+    """Return the reading of a clock that showed `shown` in an answer.
 
-    It was asked for when one's own showed `asked`, and came `took_s` later.
+    The request was sent at `asked_at` by this machine's clock, and the answer took `took_s`.
     """
     return ClockReading(shown - asked_at - took_s / 2, took_s / 2, at)
 
@@ -75,7 +75,7 @@ class _Member:
     status: NodeStatus | None = None
     revision: int = 0
     silent_s: float = 0.0
-    asked: NodeSync | None = None
+    last_request: NodeSync | None = None
     asked_at: float = float("-inf")
     clock: ClockReading | None = None
     clock_is_off: bool = False
@@ -86,7 +86,7 @@ class Nodes:
     """The nodes, as of the last `refresh` and `sync`."""
 
     def __init__(self, broker: Broker, timing: Timing) -> None:
-        """Know no node yet."""
+        """Start without nodes."""
         self._broker = broker
         self.records = Mirror(broker, BUCKET_NODES, NodeStatus)
         self._members: dict[str, _Member] = {}
@@ -97,7 +97,7 @@ class Nodes:
         self._complained: set[str] = set()
         self._left: set[str] = set()
         self.closed: set[str] = set()
-        """Nodes on which nothing new is placed: their machines are about to be given back."""
+        """Nodes on which nothing new is placed: their machines are about to be returned."""
         self.shape = 0
         """Grows whenever nodes, their slots, their links or their packages change."""
         self._looked = time.monotonic()
@@ -118,16 +118,16 @@ class Nodes:
 
     @property
     def refusing(self) -> list[str]:
-        """Names of the nodes that refuse this scheduler: they have heard of a later one."""
+        """Names of the nodes that refuse this scheduler because they know a later one."""
         return sorted(name for name, member in self._members.items() if member.refuses)
 
     @property
     def num_known(self) -> int:
-        """How many names of nodes are remembered, those that left not long ago included."""
+        """Number of remembered names of nodes, including nodes that left recently."""
         return len(self._members)
 
     def silent(self, names: Iterable[str | None]) -> frozenset[str]:
-        """Return those of the nodes that left or were not heard of for too long."""
+        """Return those of the nodes that left or were silent for too long."""
         return frozenset(name for name in names if name is not None and self._is_silent(name))
 
     def has_drained(self, name: str | None) -> bool:
@@ -135,20 +135,20 @@ class Nodes:
         return name in self._left
 
     def _is_silent(self, name: str) -> bool:
-        """Judge one node; one never heard of gets the same time to show up."""
+        """Return whether a node has left; an unknown one gets the same time to appear."""
         return self._members.setdefault(name, _Member()).silent_s >= self._silent_s
 
     def status(self, node: str | None, user: str, job: str, actor: str) -> ActorStatus | None:
-        """Return what a node last said of one actor, or None."""
+        """Return the last status of an actor from its node, or None."""
         member = self._members.get(node or "")
         if member is None or member.status is None:
             return None
-        wanted = (user, job, actor)
+        key = (user, job, actor)
         statuses = member.status.actors
-        return next((item for item in statuses if (item.user, item.job, item.name) == wanted), None)
+        return next((item for item in statuses if (item.user, item.job, item.name) == key), None)
 
     async def refresh(self) -> None:
-        """Read the nodes' records; note who was heard and who was not."""
+        """Read the nodes' records; note which are alive and which are silent."""
         await self.records.refresh()
         records = self.records.entries
         now = time.monotonic()
@@ -158,7 +158,7 @@ class Nodes:
             member = self._members.setdefault(name, _Member())
             if entry.revision != member.revision:
                 member.revision = entry.revision
-                self._hear(name, member, _newer(member.status, entry.value))
+                self._note_status(name, member, _newer(member.status, entry.value))
         for name, member in list(self._members.items()):
             member.silent_s += passed_s
             if name not in records and member.revision:
@@ -171,7 +171,7 @@ class Nodes:
                 self._members.pop(name)  # machines of a cluster come under ever new names
                 self._complained.discard(name)
 
-    def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
+    def _note_status(self, name: str, member: _Member, status: NodeStatus) -> None:
         if member.status is None:
             _log.info("node_joined", node=name, host=status.host, slots=status.slots)
         if member.status is None or _shape(member.status) != _shape(status):
@@ -189,10 +189,10 @@ class Nodes:
         self._members[name] = _Member(silent_s=self._silent_s)
 
     async def sync(self, requests: Mapping[str, NodeSync], group: asyncio.TaskGroup) -> None:
-        """Ask those nodes at once that have not heard it or do not do it yet, in tasks of `group`.
+        """Send nodes their requests, if they have not got or do not follow them, in `group`.
 
-        Answers that come promptly are waited for. A node that takes longer holds up no other; it
-        is asked again once it has answered or its time is over, the others now and then.
+        Prompt answers are waited for. A slow node delays no other; it gets the next request once it
+        has answered or its time is over. Other nodes get theirs again from time to time.
         """
         syncs = [
             group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
@@ -203,15 +203,15 @@ class Nodes:
             await asyncio.wait(syncs, timeout=_PROMPT_S)
 
     def _is_due(self, member: _Member, request: NodeSync) -> bool:
-        if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
+        if member.last_request != request or time.monotonic() - member.asked_at >= self._resync_s:
             return True
-        wanted = {(actor.user, actor.job, actor.name): actor.attempt for actor in request.actors}
+        desired = {(actor.user, actor.job, actor.name): actor.attempt for actor in request.actors}
         runs = member.status.actors if member.status else []
-        return wanted != {(run.user, run.job, run.name): run.attempt for run in runs}
+        return desired != {(run.user, run.job, run.name): run.attempt for run in runs}
 
     async def _sync_one(self, name: str, request: NodeSync) -> None:
         self._asking.add(name)
-        asked, began = time.time(), time.monotonic()
+        sent_at, began = time.time(), time.monotonic()
         try:
             status = await call(
                 self._broker,
@@ -239,10 +239,10 @@ class Nodes:
         self._complained.discard(name)
         member = self._members.setdefault(name, _Member())
         member.refuses = False
-        member.asked, member.asked_at = request, time.monotonic()
+        member.last_request, member.asked_at = request, time.monotonic()
         took_s = member.asked_at - began
-        self._note_clock(member, read_clock(status.time, asked, took_s, member.asked_at), name)
-        self._hear(name, member, status)
+        self._note_clock(member, read_clock(status.time, sent_at, took_s, member.asked_at), name)
+        self._note_status(name, member, status)
 
     def _note_refusal(self, name: str, error: FencedError) -> None:
         member = self._members.setdefault(name, _Member())
@@ -268,5 +268,5 @@ def _shape(status: NodeStatus) -> tuple[object, ...]:
 
 
 def _newer(status: NodeStatus | None, record: NodeStatus) -> NodeStatus:
-    """Return which of a node's answers it gave later, by its own clock."""
+    """Return the later of two answers of a node, by the node's clock."""
     return record if status is None or record.time >= status.time else status

@@ -1,8 +1,9 @@
 """Notify users of the end of their jobs, and of a plateau, and record the jobs' changes of state.
 
-The scheduler sends them, so that it works while the laptop sleeps. apprise supports the services
-behind the URLs; it runs in a process for each notification, which ends in time whatever the service
-does, and neither a URL nor an answer is logged. Each user's are sent one after the other.
+The scheduler sends notifications, so that they arrive while the user's laptop sleeps. apprise
+supports the services behind the URLs; it runs in a process for each notification, which has a
+deadline, and neither a URL nor an answer is logged. The notifications of a user are sent one after
+the other.
 """
 
 import asyncio
@@ -40,17 +41,17 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class _Notification(NamedTuple):
-    """What is to be told of a job."""
+    """A message about a job."""
 
     record: JobRecord
     text: str
     revision: int
-    """Of the job's secrets, which are removed after its end unless others were handed over."""
+    """Revision of the job's secrets, which are removed after its end unless they were replaced."""
 
 
 @dataclass
 class Plateau:
-    """Finds out when a measure has not improved for so many steps; pure."""
+    """Detects that a measure has not improved for a number of steps; pure."""
 
     patience: int
     """Steps without improvement."""
@@ -64,7 +65,7 @@ class Plateau:
     scores: Mapping[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
 
     def observe(self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]) -> bool:
-        """Take the newest numbers, and the scores of all versions; True once for each plateau.
+        """Add the newest numbers and the scores of all versions; return True once per plateau.
 
         Validation counts if there is any, as it does for the best version, else the reward.
         """
@@ -91,7 +92,7 @@ class Notifier:
     """Sends notifications; one user's do not wait for another's."""
 
     def __init__(self, broker: Broker, secrets: SecretStore) -> None:
-        """Have nothing to tell."""
+        """Start without notifications."""
         self._broker = broker
         self._secrets = secrets
         self._queue: asyncio.Queue[tuple[JobRecord, str]] = asyncio.Queue()
@@ -101,13 +102,13 @@ class Notifier:
         self._looked = float("-inf")
 
     def ended(self, record: JobRecord) -> None:
-        """Tell of the end of a job, and remove its secrets."""
+        """Notify about the end of a job, and remove its secrets."""
         self._plateaus.pop(record.job, None)
         if record.secrets:
             self._queue.put_nowait((record, _TOLD[record.state]))
 
     async def check_jobs(self, active: list[JobRecord]) -> None:
-        """Look for plateaus among running jobs with notifications."""
+        """Check running jobs with notifications for plateaus."""
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
@@ -131,7 +132,7 @@ class Notifier:
             self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 
     async def run(self) -> None:
-        """Send what a previous scheduler did not send any more, then new notifications."""
+        """Send what a previous scheduler left unsent, then new notifications."""
         for left in await self._secrets.left_behind():
             if isinstance(left, JobRecord):
                 self.ended(left)
@@ -153,17 +154,19 @@ class Notifier:
                 waiting.append(_Notification(record, text, revision))
 
     async def _tell_all(self, user: str, waiting: deque[_Notification]) -> None:
-        """Send what waits of one user."""
+        """Send the waiting notifications of one user."""
         while waiting:
-            one = waiting.popleft()
+            notification = waiting.popleft()
             async with self._free:
                 try:
-                    await self._tell(*one)
+                    await self._publish_event(*notification)
                 except TinkermqError as error:
-                    _log.warning("notification_failed", job=one.record.job, error=error.message)
+                    _log.warning(
+                        "notification_failed", job=notification.record.job, error=error.message
+                    )
         del self._waiting[user]
 
-    async def _tell(self, record: JobRecord, text: str, revision: int) -> None:
+    async def _publish_event(self, record: JobRecord, text: str, revision: int) -> None:
         scope = record.scope
         url = (await self._secrets.values(scope)).get(NOTIFY_URL)
         if url is not None:
@@ -177,13 +180,13 @@ class Notifier:
 
 
 async def _send(url: str, title: str, text: str) -> bool:
-    """Send one notification; False when the service does not take it in time."""
+    """Send one notification; return False if the service does not accept it in time."""
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "tinkermq.actors.notify"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,  # a library's words may name the URL
+            stderr=asyncio.subprocess.DEVNULL,  # a library's output may contain the URL
             env=without_secrets(os.environ),
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
@@ -207,9 +210,9 @@ async def _send(url: str, title: str, text: str) -> bool:
 
 # Events of state changes, which the jobs' records hold until they are published. Each job has a
 # task of its own, so that one blocked stream delays no other; failures wait for the next turn. The
-# streams of an ended job shrink after its last event is published, and only then its record is
-# final. A bounded number of jobs does so at a time, the oldest first, so that a slow server
-# finishes some of a thousand.
+# streams of an ended job shrink after its last event is published, and only then is its record
+# final. A bounded number of jobs is processed at a time, the oldest first, so that a slow server
+# finishes some of them.
 
 _TELL_S = 10.0
 _CLOSING = 8
@@ -220,19 +223,19 @@ class MoveEvents:
     """Publishes the events that records hold."""
 
     def __init__(self, broker: Broker, jobs: JobStore) -> None:
-        """Be telling nothing."""
+        """Start without events."""
         self._broker = broker
         self._jobs = jobs
         self._telling: dict[str, JobRecord] = {}
 
     def publish(self, records: Iterable[JobRecord], group: asyncio.TaskGroup) -> None:
-        """Tell what these records hold, in tasks of `group`, unless that is under way."""
-        for record in sorted(records, key=lambda one: one.finished or 0.0):
+        """Publish the events of these records, in tasks of `group`, unless that is under way."""
+        for record in sorted(records, key=lambda record: record.finished or 0.0):
             key = record.scope.key
             if key in self._telling or (is_final(record) and self.num_closing >= _CLOSING):
                 continue
             self._telling[key] = record
-            group.create_task(self._tell(key, record), name=f"events of {key}")
+            group.create_task(self._publish_event(key, record), name=f"events of {key}")
 
     @property
     def num_closing(self) -> int:
@@ -244,7 +247,7 @@ class MoveEvents:
         record = self._telling.get(key)
         return record is not None and is_final(record)
 
-    async def _tell(self, key: str, record: JobRecord) -> None:
+    async def _publish_event(self, key: str, record: JobRecord) -> None:
         try:
             version = record.version
             async with asyncio.timeout(_TELL_S):

@@ -53,7 +53,7 @@ class PlacementRequest:
     home: str | None = None
     """Node of the job's learner: its other actors are put there while there is room."""
     whole: bool = True
-    """All at once or none; False for actors that a running job lacks. Lost ones come first."""
+    """All actors or none; False for actors that a running job lacks. Lost ones come first."""
     grows: bool = False
     """They were added to a running job, and wait for its user's turn as a queued job does."""
 
@@ -75,25 +75,25 @@ def shape_of(actors: Iterable[ActorPlacement]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class UserShares:
-    """What each user holds, and may hold."""
+    """What each user holds and may hold."""
 
     held: dict[str, int] = field(default_factory=dict[str, int])
     """Slots by user."""
     quotas: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas by user."""
     unknown: Quota = NO_BOUNDS
-    """That of everybody else."""
+    """Quota of all other users."""
     actors: dict[str, int] = field(default_factory=dict[str, int])
     """Actors that have a node, by user."""
     aging_s: float = 3600.0
-    """A wait of so long counts as one more point of priority."""
+    """A wait of this length adds one point of priority."""
 
     def quota(self, user: str) -> Quota:
         """Return the quota of a user."""
         return self.quotas.get(user, self.unknown)
 
     def add(self, user: str, slots: int, actors: int) -> None:
-        """Count what a user was given."""
+        """Count slots and actors that a user got."""
         self.held[user] = self.held.get(user, 0) + slots
         self.actors[user] = self.actors.get(user, 0) + actors
 
@@ -102,12 +102,12 @@ class UserShares:
         return request.priority + int(max(now - request.created, 0) // self.aging_s)
 
     def room(self, user: str) -> float:
-        """Return the slots that a user may still be given."""
+        """Return the slots that a user may still get."""
         bound = self.quota(user).max_slots
         return float("inf") if bound is None else bound - self.held.get(user, 0)
 
     def actor_room(self, user: str) -> float:
-        """Return the actors that a user may still be given."""
+        """Return the actors that a user may still get."""
         bound = self.quota(user).max_actors
         return float("inf") if bound is None else bound - self.actors.get(user, 0)
 
@@ -122,7 +122,7 @@ def in_order(
 ) -> Iterator[PlacementRequest]:
     """Yield the requests in the order of placing, which follows what `shares` says by then.
 
-    The caller counts in `shares` what it gives before it asks for the next one.
+    The caller adds what it assigns to `shares` before it takes the next request.
     """
     by_user: dict[str, list[tuple[int, float, int, PlacementRequest]]] = defaultdict(list)
     for number, request in enumerate(queue):
@@ -134,7 +134,7 @@ def in_order(
     for waiting in by_user.values():
         waiting.sort(reverse=True)
 
-    highest = max((one.priority for each in by_user.values() for *_, one in each), default=0)
+    highest = max((item.priority for each in by_user.values() for *_, item in each), default=0)
 
     ahead = sum(each[-1][-1].need for each in by_user.values()) / max(len(by_user), 1) / 2
 
@@ -155,7 +155,7 @@ def in_order(
 
 @dataclass(frozen=True)
 class NodeSlots:
-    """What a node has to give."""
+    """The free slots of a node."""
 
     name: str
     total: int
@@ -164,13 +164,13 @@ class NodeSlots:
     groups: tuple[frozenset[int], ...] = ()
     """Slots that are linked closely; empty: all alike."""
     link: str = ""
-    """What it shares a fast network with: nodes of the same name."""
+    """Name of its fast network; nodes with the same name share one."""
     are_gpus: bool = False
     """Whether a slot is a GPU, or an instance of one."""
     alone: frozenset[int] = frozenset()
     """Slots that cannot work together with others: MIG instances."""
     packages: tuple[tuple[str, str], ...] = ()
-    """What the ranks of a learner must have in common, names and versions; empty: not known."""
+    """Packages that the ranks of a learner must have in common, with versions; empty: unknown."""
 
     @property
     def linked(self) -> tuple[frozenset[int], ...]:
@@ -180,7 +180,7 @@ class NodeSlots:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One actor given to one node."""
+    """The placement of one actor on one node."""
 
     job: str
     actor: str
@@ -188,21 +188,21 @@ class Assignment:
     devices: tuple[int, ...] = ()
     """Numbers of the slots that it uses there."""
     shares: bool = False
-    """They are held by another actor of its job."""
+    """Whether another actor of its job holds them."""
 
 
 @dataclass
 class Placed:
-    """What came of a look at the queue."""
+    """The placements of one pass over the queue."""
 
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     waits: dict[str, str] = field(default_factory=dict[str, str])
-    """Why each job that waits does so, in the order of the queue."""
+    """Why each waiting job waits, in the order of the queue."""
 
 
 _Slots = dict[str, set[int]]
 _Unit = tuple[ActorPlacement, ...]
-"""Actors that lie on one node, the slots of which are chosen together."""
+"""Actors on one node whose slots are chosen together."""
 
 
 def place(
@@ -224,27 +224,27 @@ def place(
             break
         request = pool.settle(waiting)
         why = _refusal(request, nodes, shares, pool)
-        given: list[Assignment] = []
+        assigned: list[Assignment] = []
         if not why and (request.need <= num_free or not request.whole):
-            given = pool.assign(request, free)
-            num_free = sum(map(len, free.values())) if given else num_free
+            assigned = pool.assign(request, free)
+            num_free = sum(map(len, free.values())) if assigned else num_free
             if request.whole:  # what a running job lacks counts as held already
-                shares.add(request.user, _num_held(given), len(given))
-            result.assignments += given
-            most -= bool(given)
-        if len(given) == len(request.actors):
+                shares.add(request.user, _num_held(assigned), len(assigned))
+            result.assignments += assigned
+            most -= bool(assigned)
+        if len(assigned) == len(request.actors):
             continue
         if not why and head is None:
             head = request
-            pool.reserve(request, given, free)
+            pool.reserve(request, assigned, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
         result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
     return result
 
 
-def _num_held(given: Iterable[Assignment]) -> int:
-    return sum(len(item.devices) for item in given if not item.shares)
+def _num_held(assigned: Iterable[Assignment]) -> int:
+    return sum(len(item.devices) for item in assigned if not item.shares)
 
 
 _COUNTED = ("generator", "sampler")
@@ -357,7 +357,7 @@ def _refusal(
 
 
 class _Pool:
-    """The nodes while slots are given out."""
+    """The nodes while slots are assigned."""
 
     def __init__(self, nodes: Sequence[NodeSlots]) -> None:
         self._nodes = {node.name: node for node in nodes}
@@ -366,8 +366,8 @@ class _Pool:
         self._holds: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def settle(self, request: PlacementRequest) -> PlacementRequest:
-        """Return a request as this pool can meet it: in one of a single GPU, actors that may
-        share a slot do."""
+        """Return a request as this pool can serve it: on a single GPU, actors that may share a slot
+        do."""
         if self.total != 1 or not all(node.are_gpus for node in self._nodes.values()):
             return request
         actors = tuple(
@@ -388,26 +388,30 @@ class _Pool:
 
     def assign(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
         """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
-        given, left = self._fit(request, free, lambda name: (len(free[name]), name))
-        if request.whole and len(given) < len(request.actors):
+        assigned, left = self._fit(request, free, lambda name: (len(free[name]), name))
+        if request.whole and len(assigned) < len(request.actors):
             return []
         free.update(left)
-        return given
+        return assigned
 
-    def reserve(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
-        """Take out of `free` what serves a request that waits.
+    def reserve(
+        self, request: PlacementRequest, assigned: Sequence[Assignment], free: _Slots
+    ) -> None:
+        """Remove from `free` the slots that a waiting request reserves.
 
-        All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it
-        first.
+        It reserves all free slots that fit now, on any node; the rest on the nodes that will serve
+        it first.
         """
-        names = {item.actor for item in given}
+        names = {item.actor for item in assigned}
         for nodes in (free, {name: set(range(node.total)) for name, node in self._nodes.items()}):
             rest = tuple(actor for actor in request.actors if actor.name not in names)
             waiting = PlacementRequest(request.job, rest, home=request.home, whole=False)
-            kept, _ = self._fit(waiting, nodes, lambda name: (-len(free[name]), name), prefer=free)
-            for entry in kept:
+            reserved, _ = self._fit(
+                waiting, nodes, lambda name: (-len(free[name]), name), prefer=free
+            )
+            for entry in reserved:
                 free[entry.node] -= set(entry.devices)
-            names |= {item.actor for item in kept}
+            names |= {item.actor for item in reserved}
 
     def _fit(
         self,
@@ -416,14 +420,14 @@ class _Pool:
         rank: Callable[[str], tuple[int, str]],
         prefer: _Slots | None = None,
     ) -> tuple[list[Assignment], _Slots]:
-        """Return what fits and what is left of the nodes that were touched."""
+        """Return the assignments that fit, and the free slots left on their nodes."""
         best: tuple[list[Assignment], _Slots] = [], {}
         for units in _units_of(request.actors):
             for alike in self._alike(request, units, available):
                 result = self._fit_units(request, units, available, rank, prefer, alike)
                 if len(result[0]) == len(request.actors):
                     return result
-                best = max(best, result, key=lambda one: len(one[0]))
+                best = max(best, result, key=lambda item: len(item[0]))
         return best
 
     def _alike(
@@ -468,7 +472,7 @@ class _Pool:
             linked = home is None or self._nodes[name].link == self._nodes[home].link
             return not linked, len(left.get(name, available[name])), name
 
-        given: list[Assignment] = []
+        assigned: list[Assignment] = []
         need = request.need
         for unit in sorted(units, key=_slots_of, reverse=True):
             count = _slots_of(unit)
@@ -485,8 +489,8 @@ class _Pool:
             left[node] = left.get(node, available[node]) - set(devices)
             mine.setdefault(node, set()).update(devices)
             need -= count
-            given += _assignments(request.job, unit, node, devices)
-        return given, left
+            assigned += _assignments(request.job, unit, node, devices)
+        return assigned, left
 
     @staticmethod
     def _first(
@@ -534,11 +538,11 @@ class _Pool:
         if fitting:
             chosen, _ = min(
                 fitting,
-                key=lambda one: (
-                    -min(len(one[0] & liked), count),
-                    not one[1] & near,
-                    len(one[0]) if len(one[0]) >= need else (1 << 20) - len(one[0]),
-                    min(one[0]),
+                key=lambda item: (
+                    -min(len(item[0] & liked), count),
+                    not item[1] & near,
+                    len(item[0]) if len(item[0]) >= need else (1 << 20) - len(item[0]),
+                    min(item[0]),
                 ),
             )
         elif count > self._largest_group and len(slots) >= count:
@@ -600,14 +604,14 @@ def _assignments(
 
 
 def request_of(key: str, record: JobRecord) -> PlacementRequest | None:
-    """Return what a job waits to be given, or None."""
+    """Return the request of a job that waits for slots, or None."""
     grows = False
     if is_queued(record) and record.configured and record.stop == "no":
         actors, home, whole = unplaced(record.actors), None, True
     elif record.state in ACTIVE and record.actors:
-        lacking = [actor for actor in record.actors if actor.node is None]
-        lost = [actor for actor in lacking if not actor.added]
-        actors, grows = lost or lacking, not lost
+        without_node = [actor for actor in record.actors if actor.node is None]
+        lost = [actor for actor in without_node if not actor.added]
+        actors, grows = lost or without_node, not lost
         home, whole = record.actors[0].node, False
     else:
         return None
@@ -631,14 +635,14 @@ def with_nodes(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobReco
     return record.model_copy(update={"actors": actors})
 
 
-def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacement:
-    if given is None or actor.node is not None:
+def _on_its_node(actor: ActorPlacement, assigned: Assignment | None) -> ActorPlacement:
+    if assigned is None or actor.node is not None:
         return actor
-    slots = 0 if given.shares else actor.slots
+    slots = 0 if assigned.shares else actor.slots
     return actor.model_copy(
         update={
-            "node": given.node,
-            "devices": list(given.devices),
+            "node": assigned.node,
+            "devices": list(assigned.devices),
             "slots": slots,
             "added": False,
         }
@@ -651,14 +655,14 @@ def is_queued(record: JobRecord) -> bool:
 
 
 def free_slots(
-    node: NodeStatus, wanted: Sequence[WantedActor], *, idle: bool = False, closed: bool = False
+    node: NodeStatus, desired: Sequence[WantedActor], *, idle: bool = False, closed: bool = False
 ) -> NodeSlots:
     """Return the slots of a node that are neither promised nor still held by what leaves.
 
-    A node that drains, or is `closed` because it is about to be given back, has none.
+    A node that drains, or is `closed` because it is about to be returned, has none.
     """
-    held = {slot for actor in wanted for slot in actor.devices}
-    leaving = [] if idle else unwanted(node, wanted)
+    held = {slot for actor in desired for slot in actor.devices}
+    leaving = [] if idle else unwanted(node, desired)
     held |= {slot for status in leaving for slot in status.devices}
     return NodeSlots(
         node.node,
@@ -674,7 +678,7 @@ def free_slots(
     )
 
 
-def unwanted(node: NodeStatus, wanted: Sequence[WantedActor]) -> list[ActorStatus]:
-    """Return the actors that run on a node without being wanted there (any more)."""
-    names = {(actor.user, actor.job, actor.name) for actor in wanted}
+def unwanted(node: NodeStatus, desired: Sequence[WantedActor]) -> list[ActorStatus]:
+    """Return the actors that run on a node but are not (or no longer) placed there."""
+    names = {(actor.user, actor.job, actor.name) for actor in desired}
     return [status for status in node.actors if (status.user, status.job, status.name) not in names]

@@ -57,7 +57,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class LearnerCommands:
-    """Tells each start of a learner once."""
+    """Sends each request once to each process of a learner."""
 
     def __init__(self, broker: Broker) -> None:
         """Start without sent orders."""
@@ -67,12 +67,12 @@ class LearnerCommands:
         self._astray: set[str] = set()
 
     def compare(self, record: JobRecord, *, is_paused: bool) -> None:
-        """Notice a learner that stands still while its job runs, or the reverse; it is told again.
+        """Send the request again if a learner is paused while its job runs, or the reverse.
 
-        `is_paused` is what its heartbeat says.
+        `is_paused` is the state in its heartbeat.
         """
-        key, wanted = key_of(record), record.state == "PAUSED"
-        if record.state not in ("RUNNING", "PAUSED") or is_paused == wanted:
+        key, should_pause = key_of(record), record.state == "PAUSED"
+        if record.state not in ("RUNNING", "PAUSED") or is_paused == should_pause:
             self._astray.discard(key)
             return
         self._astray.add(key)
@@ -85,7 +85,7 @@ class LearnerCommands:
         learner: ActorStatus | None,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Order the learner to stop, pause or go on, in a task of `group`, unless it was."""
+        """Request the learner to stop, pause or continue, in a task of `group`, once."""
         verb = _verb_for(record, is_astray=key in self._astray)
         if verb is None:
             self._ordered.pop(key, None)
@@ -94,14 +94,14 @@ class LearnerCommands:
             return
         if self._ordered.get(key) != (verb, learner.pid):
             self._telling.add(key)
-            group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
+            group.create_task(self._notify(key, record, verb, learner.pid), name=f"{verb} {key}")
 
     def hand_over(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
-        """Tell the learner of a silent node to end, in case that it is the node alone that hangs.
+        """Request the learner of a silent node to end, in case that only the node hangs.
 
-        It could go on training beside its successor otherwise: each would find that the other has
-        written to the batch log, and whichever starts again loses to the one that runs. A learner
-        that does not hear it cannot write there either.
+        Otherwise it could continue training beside its successor: each would find that the other
+        has written to the batch log, and the one that restarts loses to the one that runs. A
+        learner that does not receive the request cannot write to the log either.
         """
         group.create_task(self._hand_over(record), name=f"hand over {record.job}")
 
@@ -113,11 +113,11 @@ class LearnerCommands:
             _log.debug("learner_not_ordered", job=record.job, verb="hand_over", error=error.message)
 
     def forget(self, key: str) -> None:
-        """Drop what is known of a job that has ended."""
+        """Forget a job that has ended."""
         self._ordered.pop(key, None)
         self._astray.discard(key)
 
-    async def _tell(
+    async def _notify(
         self, key: str, record: JobRecord, verb: Literal["stop", "pause", "resume"], pid: int | None
     ) -> None:
         try:
@@ -154,17 +154,17 @@ def _verb_for(record: JobRecord, *, is_astray: bool) -> Literal["stop", "pause",
 
 WHO = "scheduler"
 _STARTS_PER_TURN = 32
-_PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
+_PAUSE_S = 0.01  # changes at the same time are handled in one turn
 _IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
 _MEANWHILE = (errors.ConflictError, errors.NotFoundError, errors.MessageError)
-"""Somebody has written, removed or damaged the record since it was read: next turn."""
+"""The record was written, removed or damaged since it was read: retried in the next turn."""
 
 Wanted = Mapping[str, list[WantedActor]]
 
 
 @dataclass(frozen=True)
 class _Derived:
-    """What follows from one version of a job's record."""
+    """Values derived from one version of a job's record."""
 
     record: JobRecord
     request: PlacementRequest | None
@@ -222,34 +222,34 @@ class Reconciler:
         """Raise PlacementError if the pool could not hold the actors even when idle."""
         if self._fitting_shape != self._pool.shape:
             self._fitting, self._fitting_shape = set(), self._pool.shape
-        wanted = shape_of(actors)
-        if wanted not in self._fitting:
+        shape = shape_of(actors)
+        if shape not in self._fitting:
             idle = [free_slots(node, [], idle=True) for node in self._pool.nodes()]
             refuse_impossible(actors, [*idle, *self._could_come()])
-            self._fitting.add(wanted)
+            self._fitting.add(shape)
 
     @property
     def may_grow(self) -> bool:
-        """Whether machines can come that no node stands for now."""
+        """Whether machines without a node can still be added."""
         return bool(self._could_come())
 
     def _slots(self) -> list[NodeSlots]:
-        """Return what each node has to give, as of now."""
-        wanted = self._wanted()
+        """Return the free slots of each node."""
+        desired = self._wanted()
         return [
-            free_slots(node, wanted[node.node], closed=node.node in self._pool.closed)
+            free_slots(node, desired[node.node], closed=node.node in self._pool.closed)
             for node in self._pool.nodes()
         ]
 
     def demand(self) -> Demand:
-        """Return what waits for nodes, and the nodes, as of now."""
-        wanted = self._wanted()
-        busy = {node.node for node in self._pool.nodes() if wanted[node.node] or node.actors}
+        """Return the requests that wait for nodes, and the nodes."""
+        desired = self._wanted()
+        busy = {node.node for node in self._pool.nodes() if desired[node.node] or node.actors}
         shares = self._view.shares(self._timing.aging_s)
         return Demand(self._waiting(), self._slots(), shares, frozenset(busy), time.time())
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Turn until `stopping` is set; a broker that is away is waited for."""
+        """Run turns until `stopping` is set; wait for an unreachable broker."""
         async with asyncio.TaskGroup() as group:
             stop = group.create_task(stopping.wait(), name="stop of the scheduler")
             while not stopping.is_set():
@@ -289,14 +289,14 @@ class Reconciler:
             await self._notifier.check_jobs(active)
 
     def _rise_above_nodes(self) -> None:
-        """Have the highest epoch: nodes may have heard a higher one that the broker has lost."""
-        heard = max((node.epoch for node in self._pool.nodes()), default=0)
-        if heard > self._lease.epoch:
-            _log.warning("epoch_raised", epoch=self._lease.epoch, nodes_have_heard=heard)
-            self._lease.rise(heard)
+        """Raise the epoch above that of all nodes: the broker may have lost a higher one."""
+        latest = max((node.epoch for node in self._pool.nodes()), default=0)
+        if latest > self._lease.epoch:
+            _log.warning("epoch_raised", epoch=self._lease.epoch, nodes_have_heard=latest)
+            self._lease.rise(latest)
 
     async def _fail_unreadable(self) -> None:
-        """Fail jobs whose configuration this release does not take; they must not fail others."""
+        """Fail jobs whose configuration this release does not accept, so that others continue."""
         for record in self._view.unread():
             try:
                 self._view.config(record)
@@ -312,27 +312,27 @@ class Reconciler:
         shares = self._view.shares(self._timing.aging_s)
         placed = place(queue, self._slots(), shares, time.time(), most=_STARTS_PER_TURN)
         self.decisions.note(time.thread_time() - started)
-        given: dict[str, list[Assignment]] = defaultdict(list)
+        assigned: dict[str, list[Assignment]] = defaultdict(list)
         for assignment in placed.assignments:
-            given[assignment.job].append(assignment)
-        if len(given) >= _STARTS_PER_TURN:
+            assigned[assignment.job].append(assignment)
+        if len(assigned) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
         waits = [(key, why) for key, why in placed.waits.items() if is_queued(live[key])]
         self._view.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
-        await asyncio.gather(*(self._give(key, mine) for key, mine in given.items()))
+        await asyncio.gather(*(self._give(key, mine) for key, mine in assigned.items()))
         changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
         await asyncio.gather(*(self._explain(key, why) for key, why in changed))
 
     def _waiting(self) -> list[PlacementRequest]:
-        """Return what has no node: actors that running jobs lack, and queued jobs."""
+        """Return requests without nodes: missing actors of running jobs, and queued jobs."""
         matches = (self._derived(key, record).request for key, record in self._view.live.items())
         requests = [item for item in matches if item is not None]
         requests.sort(key=lambda request: (request.whole, request.created))
         return requests
 
     def _derived(self, key: str, record: JobRecord) -> "_Derived":
-        """Return what follows from a record, made once for each version of it."""
+        """Return the values derived from a record, computed once for each version of it."""
         derived = self._derivations.get(key)
         if derived is None or derived.record is not record:
             derived = self._derivations[key] = _Derived(
@@ -340,9 +340,9 @@ class Reconciler:
             )
         return derived
 
-    async def _give(self, key: str, given: Sequence[Assignment]) -> None:
+    async def _give(self, key: str, assigned: Sequence[Assignment]) -> None:
         record = self._view.live[key]
-        by_actor = {item.actor: item for item in given}
+        by_actor = {item.actor: item for item in assigned}
         try:
             if not is_queued(record):
                 await self._jobs.update(record, lambda now: with_nodes(now, by_actor))
@@ -378,7 +378,7 @@ class Reconciler:
         )
 
     async def _explain(self, key: str, why: str) -> None:
-        """Write into a queued job's record why it waits, if that has changed."""
+        """Record why a queued job waits, if that has changed."""
         with contextlib.suppress(*_MEANWHILE):
             await self._jobs.update(
                 self._view.live[key],
@@ -386,34 +386,34 @@ class Reconciler:
             )
 
     def _wanted(self) -> Wanted:
-        """Return the actors that each node shall run, by node."""
-        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        """Return the actors that each node must run, by node."""
+        desired: dict[str, list[WantedActor]] = defaultdict(list)
         self._derivations = {
-            key: one for key, one in self._derivations.items() if key in self._view.live
+            key: item for key, item in self._derivations.items() if key in self._view.live
         }
         for key, record in self._view.live.items():
             for node, actors in self._derived(key, record).wanted.items():
-                wanted[node] += actors
-        return wanted
+                desired[node] += actors
+        return desired
 
     def _wanted_by(self, record: JobRecord) -> Wanted:
-        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        desired: dict[str, list[WantedActor]] = defaultdict(list)
         if record.state in states.ACTIVE:
             config = self._view.config(record)
             for actor in record.actors:
                 if actor.node is not None:
-                    wanted[actor.node].append(states.wanted_actor(record, actor, config))
-        return wanted
+                    desired[actor.node].append(states.wanted_actor(record, actor, config))
+        return desired
 
     async def _sync(self, group: asyncio.TaskGroup) -> None:
-        wanted = self._wanted()
+        desired = self._wanted()
         await self._pool.sync(
             {
                 node.node: NodeSync(
                     scheduler=self._lease.holder,
                     epoch=self._lease.epoch,
-                    actors=wanted[node.node],
-                    kill=self._to_kill(unwanted(node, wanted[node.node])),
+                    actors=desired[node.node],
+                    kill=self._to_kill(unwanted(node, desired[node.node])),
                 )
                 for node in self._pool.nodes()
             },
@@ -468,8 +468,8 @@ class Reconciler:
         if step.state == "QUEUED":
             changes["actors"] = states.unplaced(record.actors)
         elif step.state == "LOST":
-            gone = self._pool.silent(actor.node for actor in states.vital(record.actors))
-            drained = all(map(self._pool.has_drained, gone))
+            silent = self._pool.silent(actor.node for actor in states.vital(record.actors))
+            drained = all(map(self._pool.has_drained, silent))
             changes["losses"] = record.losses + (not drained)
         if step.state in FINAL_STATES:
             changes["actors"] = states.at_rest(record.actors)

@@ -143,7 +143,7 @@ async def _lead(
             await pool.refresh()
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
-            numbers = group.create_task(_tell(context, reconciler, view), name="numbers")
+            numbers = group.create_task(_report_numbers(context, reconciler, view), name="numbers")
             answers = _SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
             await answers.open(service)
             growing = group.create_task(
@@ -163,7 +163,7 @@ async def _lead(
         holding.cancel()
 
 
-async def _tell(context: ActorContext, reconciler: Reconciler, view: JobsView) -> None:
+async def _report_numbers(context: ActorContext, reconciler: Reconciler, view: JobsView) -> None:
     """Put into the heartbeat how long decisions take and the number of jobs."""
     while True:
         context.numbers.update({**reconciler.decisions.numbers(), **view.numbers()})
@@ -184,7 +184,7 @@ _CHANGES = frozenset(
     | {"label", "archive", "unarchive", "delete"}
 )
 _MAX_ERROR_CHARS = 300
-"""Of why an actor ended, in the list of nodes; its job's events have the whole text."""
+"""Length of an actor's error in the list of nodes; its job's events have the whole text."""
 
 
 class _SchedulerRequests:
@@ -200,9 +200,9 @@ class _SchedulerRequests:
         secrets: SecretStore,
         keeper: MachineKeeper,
     ) -> None:
-        """Answer from `view` and `pool`, change `jobs`; `reconciler` carries out.
+        """Answer from `view` and `pool`, and change `jobs`, which `reconciler` acts on.
 
-        `secrets` are not shown; `keeper` has a cluster's machines.
+        `secrets` are never returned; `keeper` manages a cluster's machines.
         """
         self._broker = broker
         self._jobs = jobs
@@ -257,7 +257,7 @@ class _SchedulerRequests:
         await service.endpoint("open", subject, OpenRequest, self._secrets.open_for)
 
     def _noted(self, method: str, handler: Handler) -> Handler:
-        """Return a handler that writes into the audit stream what is done to jobs of others."""
+        """Return a handler that records changes of other users' jobs in the audit stream."""
 
         async def note(request: Message, context: RequestContext) -> JobReply:
             record = (reply := cast("JobReply", await handler(request, context))).record
@@ -287,10 +287,10 @@ class _SchedulerRequests:
         user = None if everybody else context.user
         archive = self._view.archive
         async with archive.turns.turn(context.caller):
-            wanted = [
+            records = [
                 record for record in self._view.records(user) if request.all or not is_final(record)
             ]
-            jobs = self._view.with_archived(wanted, user) if request.archived else wanted
+            jobs = self._view.with_archived(records, user) if request.archived else records
             page, after = self._view.page(jobs, request.after)
         reply = await archive.read(page, context.caller)
         return JobList(records=[self._view.with_queue_place(item) for item in reply], after=after)
@@ -303,12 +303,12 @@ class _SchedulerRequests:
         return NodeList(nodes=nodes, trouble=self._trouble())
 
     def _trouble(self) -> str:
-        """Return what the scheduler waits for; empty if nothing keeps it from going on."""
+        """Return what the scheduler waits for; empty if it is not blocked."""
         if (trouble := self._broker.availability.trouble) is not None:
             return trouble.text
         if refusing := self._pool.refusing:
             names = some_names(refusing)
-            return f"nodes that have heard of a later scheduler and refuse it: {names}"
+            return f"nodes that know a later scheduler and refuse this one: {names}"
         return ""
 
     async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
@@ -323,7 +323,7 @@ class _SchedulerRequests:
     async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
         """Note what the users of a Tinker service have used, and return their shares.
 
-        Raises StateError for another job: what its owner told would use up the quotas of others.
+        Raises StateError for another job, whose owner could use up the quotas of others.
         """
         record = await self._view.get(context.user, usage.job)
         if record.kind != "tinker":
@@ -416,9 +416,9 @@ class _SchedulerRequests:
         return JobReply(record=await self._jobs.update(record, ask))
 
     async def resume(self, request: ResumeRequest, context: RequestContext) -> JobReply:
-        """Queue a job that has ended again; one that is paused goes on; others are left alone.
+        """Queue an ended job again, or continue a paused one; other jobs do not change.
 
-        Only one that has ended takes other values of its configuration.
+        Only an ended job accepts other values of its configuration.
         """
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
@@ -438,7 +438,7 @@ class _SchedulerRequests:
         request: ResumeRequest | ScaleRequest | LabelRequest | JobRequest,
         context: RequestContext,
     ) -> AsyncIterator[None]:
-        """Hold what one request about the jobs of an owner at a time holds."""
+        """Hold the lock for requests about the jobs of an owner."""
         record = await self._view.steered(context.user, request.job)
         async with self._view.lock(record.user):
             yield
@@ -461,21 +461,21 @@ class _SchedulerRequests:
             )
         config = self._view.config(record)
         slots = 0 if request.role == "environment" else config.generator_slots
-        wanted = states.scaled(record.actors, request.role, request.count, slots)
-        if request.role == "generator" and record.is_colocated and wanted != record.actors:
+        actors = states.scaled(record.actors, request.role, request.count, slots)
+        if request.role == "generator" and record.is_colocated and actors != record.actors:
             raise StateError(
                 f"the generator of job {record.name} shares the learner's GPU, on which there is "
                 "room for one",
                 hint="set placement=separate and resume the run on several GPUs",
             )
-        if len(wanted) > len(record.actors):
-            self._reconciler.refuse_impossible(wanted)
-            self._view.check_alone(record.user, wanted)
-            added = wanted[len(record.actors) :]
+        if len(actors) > len(record.actors):
+            self._reconciler.refuse_impossible(actors)
+            self._view.check_alone(record.user, actors)
+            added = actors[len(record.actors) :]
             self._view.check_room(
                 record.user, max_slots=states.slots_of(added), max_actors=len(added)
             )
-            grown = record.model_copy(update={"actors": wanted})
+            grown = record.model_copy(update={"actors": actors})
             self._view.check_growth(record, grown)
 
         def resize(current: JobRecord) -> JobRecord:
@@ -489,7 +489,7 @@ class _SchedulerRequests:
         record = await self._view.steered(context.user, request.job)
         if is_final(record):
             raise StateError(
-                f"job {record.name} is {record.state}, its priority decides nothing any more",
+                f"job {record.name} is {record.state}; its priority has no effect any more",
                 hint="see what waits: `tinkermq ps`",
             )
         self._view.check_priority(context.user, request.priority)
@@ -500,7 +500,7 @@ class _SchedulerRequests:
         return JobReply(record=await self._jobs.update(record, change))
 
     async def label(self, request: LabelRequest, context: RequestContext) -> JobReply:
-        """Change what a job is found by; nothing of what it does hangs on that."""
+        """Change a job's tags, group and notes, which do not affect its work."""
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
             refuse_removed(record)
@@ -518,7 +518,7 @@ class _SchedulerRequests:
     async def _remove(
         self, request: JobRequest, context: RequestContext, *, removal: Removal
     ) -> JobReply:
-        """Write into the record what shall be done; the reconciler does it."""
+        """Record the requested removal; the reconciler carries it out."""
         # not while the job, or one that depends on it, is being started
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
@@ -539,13 +539,13 @@ class _SchedulerRequests:
         return JobReply(record=record)
 
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
-        """Let the learner stand still; its actors stay where they are."""
+        """Pause a job's learner; its actors keep their slots."""
         record = await self._view.steered(context.user, request.job)
         if record.state == "PAUSED":
             return JobReply(record=record)
         if record.state != "RUNNING":
             raise StateError(
-                f"job {record.name} is {record.state}, only a RUNNING job can be paused",
+                f"job {record.name} is {record.state}; only a RUNNING job can be paused",
                 hint="see its state: `tinkermq ps`",
             )
         await tell_learner(self._broker, record, "pause")
@@ -553,14 +553,14 @@ class _SchedulerRequests:
         return JobReply(record=await self._jobs.transition(record, "PAUSED", "paused", who))
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
-        """Let a paused job go on."""
+        """Continue a paused job."""
         record = await self._view.steered(context.user, request.job)
         if record.state == "RUNNING":
             return JobReply(record=record)
         if record.state != "PAUSED":
             raise StateError(
                 f"job {record.name} is {record.state}, not PAUSED",
-                hint="an ended job goes on with `tinkermq resume`",
+                hint="continue an ended job with `tinkermq resume`",
             )
         who = context.who
         record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
@@ -569,7 +569,7 @@ class _SchedulerRequests:
 
 
 def _short(node: NodeStatus) -> NodeStatus:
-    """Return a node with the beginnings of its actors' errors: those of all travel together."""
+    """Return a node with shortened errors of its actors, since all nodes are in one message."""
     actors = [
         actor.model_copy(update={"error": actor.error[:_MAX_ERROR_CHARS]}) if actor.error else actor
         for actor in node.actors
@@ -579,8 +579,8 @@ def _short(node: NodeStatus) -> NodeStatus:
 
 def _shown(node: NodeStatus, user: str) -> NodeStatus:
     """Return a node without the names of other users, their jobs and their errors."""
-    nobody = {"user": "", "job": "", "name": "", "error": "", "pid": None}
+    hidden = {"user": "", "job": "", "name": "", "error": "", "pid": None}
     actors = [
-        actor if actor.user == user else actor.model_copy(update=nobody) for actor in node.actors
+        actor if actor.user == user else actor.model_copy(update=hidden) for actor in node.actors
     ]
     return node.model_copy(update={"actors": actors})

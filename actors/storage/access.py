@@ -1,12 +1,12 @@
 """Which files and stores a user's job may name, read and write.
 
-Jobs write below the operator's output folders only: their runs, and weights that they share. Models
-are read by libraries, which follow whatever lies in a folder: symbolic links, shards that an index
-names, files that a tokenizer's configuration names, the base of an adapter. All files that a
-configuration leads to are found here, so that they can be checked before anything is read.
+Jobs write below the operator's output folders only: their runs, and weights that they share.
+Libraries that read a model follow the links in its folder: symbolic links, shards that an index
+names, files that a tokenizer's configuration names, the base of an adapter. This module finds all
+files that a configuration leads to, so that they can be checked before anything is read.
 
-Machines of the pool reach stores with keys of their own, so the URL alone says whose files are read
-and written.
+The machines of the pool reach stores with their own keys, so only the URL decides whose files a
+job reads and writes.
 """
 
 import json
@@ -79,7 +79,7 @@ def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
 
 
 def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
-    """Whether a path without links is in a folder of runs, and in none of this user's."""
+    """Return whether a path without links is in a folder of runs, but in none of this user's."""
     below = [
         path.relative_to(folder) for root in roots if path.is_relative_to(folder := root.resolve())
     ]
@@ -165,7 +165,7 @@ _SANDBOXED = ("env.", "agent.")
 
 
 class Lead(NamedTuple):
-    """A file or folder that will be read, and how one gets there."""
+    """A file or folder that will be read, and the setting or link that leads to it."""
 
     key: str
     value: str
@@ -226,7 +226,7 @@ def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
     more = {**named_by(record), **{f"checkpoint {step}": str(path) for step, path in newest}}
     for lead in leads(config, more):
         if _is_linked(lead) and is_of_another(lead.path, record.user, roots):
-            raise foreign(str(lead))
+            raise foreign_run_error(str(lead))
 
 
 def named_by(record: JobRecord) -> dict[str, str]:
@@ -235,8 +235,8 @@ def named_by(record: JobRecord) -> dict[str, str]:
     return {**fork, **{f"adapters.{name}": path for name, path in record.adapters.items()}}
 
 
-def foreign(what: str) -> ConfigError:
-    """Return the error for what lies in a run of another user."""
+def foreign_run_error(what: str) -> ConfigError:
+    """Return the error for a file or folder in a run of another user."""
     return ConfigError(
         f"{what} is in a run folder of another user",
         hint="ask its owner for a copy in a folder that is yours",
@@ -315,7 +315,7 @@ def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
-        return []  # whoever reads it says so
+        return []  # the actor that reads it reports it
 
 
 def _named_files(path: Path) -> Iterator[str]:
@@ -325,7 +325,7 @@ def _named_files(path: Path) -> Iterator[str]:
         with Folder(real.parent) as folder:
             texts = list(texts_of(json.loads(folder.read(real.name, _MAX_JSON_BYTES))))
     except (OSError, StorageError, ValueError, RecursionError):
-        return  # whoever reads it says so
+        return  # the actor that reads it reports it
     for _, text in texts:
         if "/" in text and os.path.exists(path.parent / text):  # noqa: PTH110  False for odd names
             yield text

@@ -77,7 +77,7 @@ class Peers:
     mean: Tensor
     std: Tensor
     mine: Tensor
-    """The mean of its own episode; the element itself where there are no episodes."""
+    """The mean of its own episode; the element itself without episodes."""
 
 
 def peers_of(values: Tensor, key: Tensor, owner: Tensor | None = None) -> Peers:

@@ -124,7 +124,7 @@ class BatchCalls:
         return replace(self, **{**columns, "call_N": call_n, "next_K": number_K[columns["next_K"]]})
 
     def token_rewards(self, further_N: Tensor) -> Tensor:
-        """Return what each token earns: `further_N`, and at calls' ends what was posted there."""
+        """Return the reward of each token: `further_N`, and posted rewards at the ends of calls."""
         rewards_K = self.rewards_K + self.outcome_K.masked_fill(self.next_K >= 0, 0.0)
         last_N = is_last_of_sequence(self.call_N)
         rewards_N = further_N.double()
@@ -164,7 +164,7 @@ class BatchCalls:
         return after_N
 
     def _over_chains(self, values_K: Tensor, factor_K: Tensor) -> Tensor:
-        """Add to each call, times its factor, what the one that it led to came to.
+        """Add to each call the result of the call that it led to, times its factor.
 
         A call leads to a later one, but its row may stand before.
         """
@@ -177,7 +177,7 @@ class BatchCalls:
 
 
 def calls_of(groups: Sequence[Group], call_N: np.ndarray[Any, Any]) -> BatchCalls | None:
-    """Return the calls of a batch, whose tokens' are given; None for episodes without."""
+    """Return the calls of a batch; `call_N` is the call of each token. None without calls."""
     rows = [item for group in groups for item in group.sampled]
     if all(item.calls is None for item in rows):
         return None
@@ -189,7 +189,7 @@ def calls_of(groups: Sequence[Group], call_N: np.ndarray[Any, Any]) -> BatchCall
 
 
 class _Collected:
-    """Gathers what the rows of a batch say of their calls."""
+    """Collects the calls of the rows of a batch."""
 
     def __init__(self) -> None:
         self._columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -258,7 +258,7 @@ class _Collected:
 
 
 def _in_a_row(item: Trajectory) -> CallPlaces:
-    """Return the places of a row that says nothing of its calls: one after the other."""
+    """Return the places of a row without recorded calls: one after the other."""
     num = len(item.turn_ends)
     turns = np.arange(num, dtype=np.int32)
     mask = np.concatenate([item.mask, [0]])
@@ -473,7 +473,7 @@ def minibatches(batch: TrainingBatch, count: int) -> list[Tensor]:
 def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
     """Return a batch whose only generated tokens stand behind the last ones of some sequences.
 
-    What is predicted of them is seen from the sequence's end.
+    Their predictions are made at the sequence's end.
     """
     chosen = chosen_S.nonzero().squeeze(1)
     sequences = list(batch.sequences)
@@ -488,9 +488,9 @@ def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
 
 
 def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:
-    """Return the numbers that an episode's game told under these names at its end.
+    """Return the numbers with these names in `info` at an episode's end.
 
-    Raises DataError for one that is no number, or none that a float32 holds, as rewards are.
+    Raises DataError for one that is not a number that a float32 holds, like rewards.
     """
     info = rows[0].info
     numbers: list[float] = []
@@ -498,9 +498,9 @@ def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[floa
         number = number_of(info.get(name))
         if number is None or not abs(number) <= _LARGEST:
             raise DataError(
-                f"algorithm.reward_components.{name}: the game told {info.get(name)!r:.40} under "
-                "this name in `info` at an episode's end",
-                hint="it must be a finite number; there are "
+                f"algorithm.reward_components.{name}: the game's `info` has {info.get(name)!r:.40} "
+                "under this name at an episode's end",
+                hint="it must be a finite number; the names in `info` are "
                 f"{', '.join(sorted(map(str, info)))[:200]}",
             )
         numbers.append(float(number))
@@ -531,8 +531,8 @@ def check_readable(
 ) -> None:
     """Raise DataError for a group that the model cannot read.
 
-    The reward's `components` must be told. Images must be in the prompts, but for a model that
-    reads text alone, for which they are there for people to look at.
+    The reward's `components` must be in `info`. Images must be in the prompts, except for a model
+    that reads text only.
     """
     for rows in group.episodes:
         components_of(rows, components)
@@ -553,7 +553,7 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
         if item.mask[seen.places_Q].any():
             raise DataError(
                 "the policy generated an image's token before the last image",
-                hint="image tokens may stand in what was given to the policy alone",
+                hint="image tokens may only be in the policy's inputs",
             )
     elif (prompt == reader.token_id).any():
         raise DataError(
@@ -576,7 +576,7 @@ class Samples:
     num: int
     """Number of samples."""
     lone_M: Tensor | None = None
-    """bool: what is compared with nothing though its group has more: a turn that no other episode
+    """bool: samples without a peer although their group has more: a turn that no other episode
     reached, an episode all others of which are set apart."""
 
 

@@ -13,14 +13,13 @@ result is the same. Two kinds of units go into a row as a whole:
   begin alike are paths of a tree, too, and are packed as such where that saves computation. Sorted
   by their tokens, sequences that begin alike stand side by side, and each adds to the row what it
   does not have in common with the one before it: the columns of a row are a tree in depth-first
-  order. What follows a token in the tree follows it without a gap in the row, so that one number
-  for each column says who sees it. A tree that is larger than a row is cut into several, each with
-  the path that it begins with. There are no trees where experts are replayed.
+  order. The descendants of a token follow it without a gap in the row, so that one number for each
+  column describes the attention. A tree that is larger than a row is cut into several, each with
+  the path that it begins with. Trees are not used where experts are replayed.
 
-The model never reads the last generated token of a sequence, nor what follows it: nothing that is
-trained depends on them, so they take no column. The prediction of a token may therefore stand in
-another segment than its neighbours (a response's first token is predicted at the prompt's last
-column): `source_col_N` names the column for each token.
+The last generated token of a sequence and the tokens behind it take no column: nothing trained
+depends on them. A token may be predicted in another segment than its neighbours (a response's first
+token at the prompt's last column): `source_col_N` is the column for each token.
 
 Sequences with images are packed like others (`policy/vision.py`).
 
@@ -43,7 +42,7 @@ from ..policy.vision import RowImages, SeenImages, pack_images
 from .micro_batch import MicroBatch, TokenSequence
 
 _LEAST_SAVING = 0.05
-"""Share of the computation that trees must save, as they have more segments, and shorter ones."""
+"""Share of the computation that trees must save: their segments are more and shorter."""
 
 IntArray = NDArray[np.int64]
 
@@ -56,7 +55,7 @@ See = Callable[[TokenSequence], SeenImages | None]
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the generated tokens of a batch stand (shapes: S sequences, N generated tokens)."""
+    """Places of the generated tokens of a batch (shapes: S sequences, N generated tokens)."""
 
     counts_S: IntArray
     """Generated tokens of each sequence."""
@@ -106,7 +105,7 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
 
 
 class RowWriter:
-    """Fills one row: segments of tokens, each with its positions and with who sees it."""
+    """Fills one row: segments of tokens, with their positions and their attention."""
 
     def __init__(self, num_columns: int) -> None:
         self.ids, self.positions, self.segments = np.zeros((3, num_columns), dtype=np.int64)
@@ -210,8 +209,8 @@ def choose_row_tokens(
 
     Long rows waste fewer columns, short rows waste less attention: a column costs about
     1 + T / (6 · hidden_size), the second term being attention over a masked row of T columns.
-    `cut` tells the lengths of what is put into rows of so many tokens, where they depend on that;
-    `lengths` are the shortest then.
+    `cut` returns the lengths of the units for rows of so many tokens, if they depend on that;
+    `lengths` are then the shortest.
     """
     longest = max(lengths, default=1)
     candidates = [min(longest * factor, max_row_tokens) for factor in (1, 2, 3, 4, 6, 8, 12, 16)]
@@ -228,11 +227,11 @@ def choose_row_tokens(
 
 @dataclass(frozen=True)
 class PromptUnit:
-    """What goes into a row as a whole: a shared prompt and its responses, or one sequence."""
+    """A unit of a row: a shared prompt and its responses, or one sequence."""
 
     prompt: NDArray[Any]
     copies: tuple[tuple[int, ...], ...]
-    """Sequences, those together whose columns are the same."""
+    """Sequences, grouped by equal columns."""
     length: int
     """Columns that it takes."""
     seen: SeenImages | None = None
@@ -280,7 +279,7 @@ def _experts_of(
 
 
 def _key(sequence: TokenSequence, start: int, end: int) -> tuple[bytes, ...]:
-    """Return what two sequences have in common there if the model computes the same for them."""
+    """Return a key that is equal for sequences that the model computes alike there."""
     ids = np.ascontiguousarray(sequence.token_ids[start:end], dtype=np.int64).tobytes()
     experts = sequence.experts
     return (ids,) if experts is None else (ids, experts[start:end].tobytes())
@@ -327,7 +326,7 @@ def _same_columns(
 
 
 def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut a group whose responses do not fit beside one prompt; an oversized one stands alone."""
+    """Split a group whose responses do not fit behind one prompt; an oversized one is alone."""
     small = [index for index, length in enumerate(lengths) if length <= budget]
     large = [[index] for index, length in enumerate(lengths) if length > budget]
     bins = first_fit_decreasing([lengths[index] for index in small], budget)
@@ -339,7 +338,7 @@ def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class TreeUnit:
-    """What goes into a row as a whole: paths of one tree, in depth-first order."""
+    """A unit of a row: paths of one tree, in depth-first order."""
 
     members: list[int]
     """Its sequences."""

@@ -583,7 +583,7 @@ def snapshot(
     All of it into `draft`, or else into one buffer, which is pinned for models on a GPU; neither
     is changed any more.
     """
-    on_gpu = any(one.is_cuda for model in models.values() for one in model.parameters())
+    on_gpu = any(weight.is_cuda for model in models.values() for weight in model.parameters())
     size = 0 if draft is not None else snapshot_bytes(models, dtype)
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
     places: list[tuple[str, str, tuple[int, ...], slice]] = []

@@ -1,6 +1,6 @@
 """`tinkermq auth`, `scheduler`, `node`, `gateway`, `learner` …: one actor in the foreground.
 
-The actor takes the place of this process: the command line never imports one.
+The actor replaces this process (exec): the command line never imports one.
 """
 
 import os

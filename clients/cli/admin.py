@@ -64,7 +64,7 @@ def add(
         Share of the pool relative to other waiting users.
     """
     request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
-    return _show_key(_ask(common, "add", request, NewKey), as_json=common.json)
+    return _show_key(_request_reply(common, "add", request, NewKey), as_json=common.json)
 
 
 def list_users(*, common: Common = COMMON) -> int:
@@ -92,7 +92,7 @@ def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int
     days
         Days until the new key expires; 0: never.
     """
-    reply = _ask(common, "rotate", RotateKey(user=user, days=days), NewKey)
+    reply = _request_reply(common, "rotate", RotateKey(user=user, days=days), NewKey)
     return _show_key(reply, as_json=common.json)
 
 
@@ -104,7 +104,7 @@ def revoke(user: str, /, *, common: Common = COMMON) -> int:
     user
         Name.
     """
-    reply = _ask(common, "revoke", NameUser(user=user), UserReply)
+    reply = _request_reply(common, "revoke", NameUser(user=user), UserReply)
     return print_result(reply.user.model_dump(), f"{user} is shut out", as_json=common.json)
 
 
@@ -184,7 +184,7 @@ def quota(
         max_messages_s=messages_s,
         max_bytes_s=bytes_s,
     )
-    info = _ask(common, "quota", request, UserReply).user
+    info = _request_reply(common, "quota", request, UserReply).user
     bound = "no bound" if info.max_slots is None else f"{info.max_slots} slots"
     others = ", ".join(
         f"{name.removeprefix('max_')} {_bound(getattr(info, name))}"
@@ -217,7 +217,7 @@ def invite(
         Most slots of each user's jobs at once; default: no limit.
     """
     request = Invite(uses=uses, days=days, key_days=key_days, max_slots=slots)
-    reply = _ask(common, "invite", request, NewKey)
+    reply = _request_reply(common, "invite", request, NewKey)
     if common.json:
         print_json({"code": reply.secret, "expires": reply.expires})
     else:
@@ -235,15 +235,22 @@ def audit(*, last: int = 50, common: Common = COMMON) -> int:
     last
         Number of newest records to print.
     """
-    newest_first = _ask(common, "audit", AuditRequest(limit=last), AuditList).records
+    newest_first = _request_reply(common, "audit", AuditRequest(limit=last), AuditList).records
     records = newest_first[::-1]
     if common.json:
         print_json([record.model_dump() for record in records])
     else:
         columns = ("when", "who", "what", "whom", "outcome", "detail")
         rows = [
-            [_moment(one.time), one.who, one.what, one.target, one.outcome, one.detail]
-            for one in records
+            [
+                _moment(record.time),
+                record.who,
+                record.what,
+                record.target,
+                record.outcome,
+                record.detail,
+            ]
+            for record in records
         ]
         print_table(columns, rows)
     return 0
@@ -262,11 +269,11 @@ def register(user: str, /, *, common: Common = COMMON) -> int:
         raise AuthError(
             "no invitation was given", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
         )
-    reply = _ask(common, "register", Register(code=code, user=user), NewKey, api_key=code)
+    reply = _request_reply(common, "register", Register(code=code, user=user), NewKey, api_key=code)
     return _show_key(reply, as_json=common.json)
 
 
-def _ask(
+def _request_reply(
     common: Common, method: str, request: Message, reply: type[R], *, api_key: str | None = None
 ) -> R:
     async def work(pool: Pool) -> R:
@@ -419,14 +426,14 @@ def _print_saved(saved: list[Saved], done: str, *, as_json: bool) -> int:
     if as_json:
         print_json(
             [
-                {"stream": one.name, "messages": one.num_messages, "bytes": one.num_bytes}
-                for one in saved
+                {"stream": stream.name, "messages": stream.num_messages, "bytes": stream.num_bytes}
+                for stream in saved
             ]
         )
         return 0
     num_messages, num_bytes = (
-        sum(one.num_messages for one in saved),
-        sum(one.num_bytes for one in saved),
+        sum(stream.num_messages for stream in saved),
+        sum(stream.num_bytes for stream in saved),
     )
     print_plain(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
     return 0

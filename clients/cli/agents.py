@@ -45,7 +45,7 @@ def check(
     seed
         Seed of the episode.
     timeout
-        Most seconds for the program, unless the job allows less.
+        Time limit of the program in seconds, unless the job has a lower one.
     json
         Print JSON.
     """
@@ -79,7 +79,7 @@ def report_lines(report: agent_check.AgentReport) -> Iterator[str]:
         yield f"fields without effect: {literal(', '.join(report.without_effect))}"
     if report.overruled:
         names = literal(", ".join(report.overruled))
-        yield f"fields in whose place the job's rollout counts: {names} (see agent.sampling)"
+        yield f"sampling fields that the job's rollout overrides: {names} (see agent.sampling)"
     if report.posted:
         posted = ", ".join(f"{name}={value!r}" for name, value in report.posted.items())
         yield f"posts  {literal(posted)}"

@@ -74,7 +74,7 @@ def pool(*, common: Common = COMMON) -> int:
     if machines.on:
         print_plain(_summary(machines))
     if machines.trouble:
-        print_note(f"none come now: {machines.trouble}")
+        print_note(f"no machines are added now: {machines.trouble}")
     for warning in [*package_differences(nodes), *clock_differences(nodes)]:
         print_note(warning)
     return 0
@@ -280,12 +280,12 @@ def _disk() -> CheckResult:
 def _pool(nats_url: str | None) -> list[CheckResult]:
     """Check broker, JetStream, scheduler, nodes and clocks."""
     try:
-        return asyncio.run(_look(find_url(nats_url)))
+        return asyncio.run(_check_broker(find_url(nats_url)))
     except TinkermqError as error:
         return [finding("broker", False, error.message, error.hint)]
 
 
-async def _look(url: str) -> list[CheckResult]:
+async def _check_broker(url: str) -> list[CheckResult]:
     async with await connect(url, name="tinkermq-doctor", deadline_s=_BROKER_S) as broker:
         started = time.perf_counter()
         await flush(broker, waiting_for="the broker", deadline_s=_BROKER_S)
@@ -296,14 +296,14 @@ async def _look(url: str) -> list[CheckResult]:
         detail += f"{trip_s * 1e3:.1f} ms away"
         findings = [finding("broker", trip_s < _SLOW_S, detail)]
         try:
-            heard = [entry.value for entry in await list_presences(broker, "pool")]
+            presences = [entry.value for entry in await list_presences(broker, "pool")]
         except NotFoundError:
-            heard = []
+            presences = []
         for role, hint in (("scheduler", "tinkermq up"), ("node", "tinkermq up")):
-            there = [one.actor for one in heard if one.role == role]
-            detail = ", ".join(there) or f"no {role} is heard of"
-            findings.append(finding(role, bool(there), detail, "" if there else hint))
-        skew = max((abs(time.time() - one.time) for one in heard), default=0.0)
+            actors = [presence.actor for presence in presences if presence.role == role]
+            detail = ", ".join(actors) or f"no {role} sends heartbeats"
+            findings.append(finding(role, bool(actors), detail, "" if actors else hint))
+        skew = max((abs(time.time() - presence.time) for presence in presences), default=0.0)
         findings.append(
             finding(
                 "clock",
@@ -312,14 +312,14 @@ async def _look(url: str) -> list[CheckResult]:
                 "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
             )
         )
-        findings.append(await _trouble(broker, heard))
-        if any(one.role == "scheduler" for one in heard):
+        findings.append(await _trouble(broker, presences))
+        if any(presence.role == "scheduler" for presence in presences):
             findings += [await _records(broker), *await _machines(broker)]
         return findings
 
 
 async def _machines(broker: Broker) -> list[CheckResult]:
-    """Check that nodes have equal packages and clocks, and that their actors are alive."""
+    """Ask the scheduler for its nodes and check them."""
     try:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
@@ -330,7 +330,7 @@ async def _machines(broker: Broker) -> list[CheckResult]:
 def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
     """Check that nodes are equal, their actors are alive, and the broker kept its store."""
     packages, clocks = package_differences(nodes), clock_differences(nodes)
-    same = "ranks of one learner lie on machines that are alike: install the same versions on all"
+    same = "ranks of one learner need equal machines: install the same versions on all"
     silent = [
         f"{actor.name} of job {actor.job} on {node.node} for {actor.silent_s:.0f} s"
         for node in nodes
@@ -338,16 +338,16 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
         if actor.silent_s
     ]
     lost = [
-        f"{node.node} has found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
+        f"{node.node} found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
         for node in nodes
         if node.store_lost is not None
     ]
     again = (
-        "runs of before are known no more: bring the broker's folder back from a copy, or make "
-        "their records anew (`tinkermq restore`); a node that is started again takes it as it is"
+        "earlier runs are lost: restore the broker's folder from a copy, or its data with "
+        "`tinkermq restore`; restart a node to accept the empty store"
     )
-    frozen = "stopped, hung, or cut off: their nodes start them again when that lasts"
-    ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
+    frozen = "stopped, hung, or disconnected: their nodes restart them if this lasts"
+    ntp = "set the clocks of the machines by NTP: times and costs depend on them, leases do not"
     return [
         finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
         finding(
@@ -368,25 +368,25 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
     ]
 
 
-async def _trouble(broker: Broker, heard: Sequence[Presence]) -> CheckResult:
+async def _trouble(broker: Broker, presences: Sequence[Presence]) -> CheckResult:
     """Describe what blocks the pool and the user's runs: full disks, missing games."""
     with contextlib.suppress(NotFoundError):
         own = [entry.value for entry in await list_presences(broker, broker.user)]
-        heard = [*heard, *own]
-    missing = [presence for presence in heard if presence.missing_since is not None]
+        presences = [*presences, *own]
+    blocked = [presence for presence in presences if presence.missing_since is not None]
     waits = {
         presence.waits_for: f"{presence.actor} waits for {presence.waits_for}"
-        for presence in missing
+        for presence in blocked
     }
     with contextlib.suppress(TinkermqError, TimeoutError):
-        async with asyncio.timeout(_ASK_S):  # it answers when it can store no heartbeat, too
+        async with asyncio.timeout(_ASK_S):  # it answers even if it can store no heartbeat
             trouble = await SchedulerCalls(broker).trouble()
             waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
     if not waits:
-        return finding("going on", True, "no actor waits for an outsider")
+        return finding("going on", True, "no actor waits for something outside the pool")
     hint = (
         "provide what is missing; if the disk of nats-server was full, make room and restart it "
-        "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
+        "(`systemctl restart tinkermq-nats`; `tinkermq up` restarts its own)"
     )
     return finding("going on", False, "; ".join(waits.values()), hint)
 
@@ -398,7 +398,7 @@ async def _records(broker: Broker) -> CheckResult:
     except TinkermqError as error:
         return finding("records", False, error.message, error.hint)
     if not damaged.total:
-        return finding("records", True, "all that were looked at can be read")
+        return finding("records", True, "all can be read")
     lines = [
         f"{record.key} of {record.bucket}: {record.why}"
         for record in damaged.records[:_MAX_RECORDS]

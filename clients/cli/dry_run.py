@@ -16,7 +16,7 @@ from .output import print_note, print_plain
 from .session import with_pool, with_private_broker
 
 Results = dict[str, list[CheckResult]]
-"""Results by the check of the pool that overrules them if the pool is on other machines."""
+"""Results by topic: with a pool on other machines, a node's check of that name overrules them."""
 
 
 def dry_run(
@@ -39,7 +39,9 @@ def dry_run(
     except errors.BrokerError:
         url = None  # no stack is up
     here = _check_here(config, url, from_run)
-    in_pool = _count_slots(config, from_run) if url is None else _ask(config, url, from_run)
+    in_pool = (
+        _count_slots(config, from_run) if url is None else _check_in_pool(config, url, from_run)
+    )
     if url is not None and not is_local_pool(url):
         here = _without_overruled(here, in_pool)
     results = [*itertools.chain(*here.values()), *in_pool]
@@ -121,7 +123,7 @@ def _check_program(config: JobConfig) -> list[CheckResult]:
 
 
 def _count_slots(config: JobConfig, from_run: str | None) -> list[CheckResult]:
-    """Return what a pool would be asked; none is up."""
+    """Return the checks that need a pool as skipped, since none is up."""
     needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
     skipped = [failed_check("slots", CheckSkipped(needed))]
     if from_run is not None:
@@ -135,7 +137,7 @@ def needed_slots(config: JobConfig) -> int:
     return config.learner.slots + config.generator.count * config.generator_slots
 
 
-def _ask(config: JobConfig, url: str, from_run: str | None) -> list[CheckResult]:
+def _check_in_pool(config: JobConfig, url: str, from_run: str | None) -> list[CheckResult]:
     """Return the results of scheduler and nodes; a node inspects a model that is not here."""
     inspects = from_run is None and not can_check_model(config)
 

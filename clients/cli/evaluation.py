@@ -57,8 +57,7 @@ class PlayFlags:
         Path | None,
         Parameter(
             alias="-o",
-            help="JSONL file of the results; started again with the same settings, it goes on "
-            "with it.",
+            help="JSONL file of the results; a command with the same settings continues it.",
         ),
     ] = None
     tasks: Annotated[
@@ -81,7 +80,7 @@ class PlayFlags:
 
     def options(self, **others: Any) -> PlayOptions:
         """Return the options of an inference, with those of the command itself."""
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             "data_path": [str(path) for path in self.data] if self.data else None,
             "output_path": self.output,
             "tasks": None if self.tasks is None else read_tasks(self.tasks),
@@ -92,11 +91,11 @@ class PlayFlags:
             "max_tokens_per_turn": self.max_tokens_per_turn,
             "seed": self.seed,
         }
-        return PlayOptions(**{**given, **others})
+        return PlayOptions(**{**values, **others})
 
 
 PLAY_FLAGS = PlayFlags()
-"""None is given."""
+"""No option is set."""
 
 
 def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
@@ -195,7 +194,8 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
         rows += [(f"{kind} {name}", text) for name, text in score_rows(scores)]
     print_table(("score", "value"), rows)
     if report.failed:
-        print_note(f"{len(report.failed)} episodes failed; the first: {_first_error(report)}")
+        first = (report.failed[0].error or "").splitlines()[0]
+        print_note(f"{len(report.failed)} episodes failed; the first: {first}")
         print_note(
             "run the same command again to retry them"
             if output
@@ -203,10 +203,6 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
         )
     if output is not None:
         print_plain(f"results  {output}")
-
-
-def _first_error(report: InferenceReport) -> str:
-    return (report.failed[0].error or "").splitlines()[0]
 
 
 def score_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -232,7 +228,7 @@ def read_tasks(text: str) -> list[int]:
         tasks = [_task(word) for word in words]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{text!r} is no list of tasks: {error}",
+            f"{text!r} is not a list of tasks: {error}",
             hint='write 1,5,9, or a file with one number, or one {"task": 5}, a line',
         ) from error
     if not tasks:
@@ -244,7 +240,7 @@ def _task(word: str) -> int:
     value: Any = json.loads(word)
     number: Any = cast("dict[str, Any]", value)["task"] if isinstance(value, dict) else value
     if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{word.strip()} is no whole number")
+        raise TypeError(f"{word.strip()} is not an integer")
     return number
 
 
@@ -316,7 +312,7 @@ def evaluate(
 
 
 def _ignore(_: JobRecord) -> None:
-    """Ignore the job that evaluates."""
+    """Do nothing with the job that evaluates."""
 
 
 def _print_submitted(job: JobRecord) -> None:
@@ -376,7 +372,9 @@ def _print_difference(
     low, high = result.reward.low, result.reward.high
     clear = low > 0 or high < 0
     print_text(
-        "the difference is clear" if clear else "the interval holds 0: no difference is shown"
+        "the difference is clear"
+        if clear
+        else "the interval contains 0: the difference is not significant"
     )
 
 

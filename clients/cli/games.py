@@ -94,7 +94,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
     try:
         make_data = companion(load_game(env.game), "make_data")
     except GameError:
-        return env  # it generates its states, or its host reports why it cannot be imported
+        return env  # it generates its states, or the check reports why it cannot be imported
     with blaming(lambda error: game_failure(env.game, "make_data", error)):
         train, val = make_data(folder, num_train=64, num_val=16)
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
@@ -103,7 +103,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
 # `tinkermq env check --on-node`: check a game on a node of the pool.
 
 _NO_MODEL = "none"
-"""A job has one; playing its game needs none, so it is not looked for."""
+"""Stands for the model of a job whose game is only played."""
 
 
 def _check_on_node(
@@ -437,7 +437,7 @@ class _Text:
             self.prompt(messages)
 
     def turn(self, action: str, result: StepResult) -> None:
-        del action  # stands there already
+        del action  # already shown
         others = "".join(f", {role} gets {reward:g}" for role, reward in result.rewards.items())
         info = f"  {result.info}" if result.info else ""
         if result.observation:

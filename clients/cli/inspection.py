@@ -156,12 +156,12 @@ def rollouts(
             )
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
         return await read_episodes(
-            there, await read_steps(pool.broker, record.scope, there), wanted
+            there, await read_steps(pool.broker, record.scope, there), selected
         )
 
-    wanted = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
+    selected = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
     if "/" in run:
-        episodes = asyncio.run(_of_folder(run, wanted))
+        episodes = asyncio.run(_of_folder(run, selected))
     else:
         episodes = with_pool(common.nats_url, work)
     if sort == "reward":
@@ -176,13 +176,13 @@ def rollouts(
     return 0
 
 
-async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[LoggedEpisode]:
-    if not (there := RunRollouts.of_folder(folder)):
+async def _of_folder(folder: str, selected: EpisodeFilter) -> list[LoggedEpisode]:
+    if not (rollouts := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
             hint="name the folder of a run (`tinkermq ps --json` shows it), or the run itself",
         )
-    return await read_episodes(there, there.steps, wanted)
+    return await read_episodes(rollouts, rollouts.steps, selected)
 
 
 def _cut_turns(trajectory: Trajectory) -> str:
@@ -262,7 +262,7 @@ _BUSY = {
     "generator": ("generate", "validation"),
     "host": ("full", "play"),
 }
-"""What counts as work; all else is waiting."""
+"""Kinds of spans that count as work; all others are waiting."""
 _WORDS = {
     "generate": "generation",
     "environment": "games",
@@ -370,7 +370,7 @@ _LIBRARIES = "libraries, activations, allocator"
 
 
 def _print_memory(replies: Mapping[str, "ControlReply"], *, as_json: bool) -> None:
-    """Print a line for each part of each process; the rest is what no actor counts."""
+    """Print a line for each part of each process; the rest is not attributed to an actor."""
     if as_json:
         print_json({name: reply.detail for name, reply in replies.items()})
         return
@@ -397,33 +397,35 @@ def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:
     print_note(f"sent {len(spans)} spans to {url}")
 
 
-def _document(record: JobRecord, found: Profile, advice: list[Advice]) -> dict[str, Any]:
-    suggestions = [{"text": one.text, "change": list(one.change)} for one in advice]
-    return {"run": record.name, "job": record.job, **found.fields(), "advice": suggestions}
+def _document(record: JobRecord, profile: Profile, advice: list[Advice]) -> dict[str, Any]:
+    suggestions = [
+        {"text": suggestion.text, "change": list(suggestion.change)} for suggestion in advice
+    ]
+    return {"run": record.name, "job": record.job, **profile.fields(), "advice": suggestions}
 
 
-def _print_profile(found: Profile, advice: list[Advice]) -> None:
-    print_plain(f"{found.num_steps} steps in {seconds_text(found.wall_s)}")
+def _print_profile(profile: Profile, advice: list[Advice]) -> None:
+    print_plain(f"{profile.num_steps} steps in {seconds_text(profile.wall_s)}")
     print_plain("")
-    print_table(("actor", "busy", "of it", "waits for"), _rows(found))
-    if found.answer_p95_s:
-        p50, p95 = seconds_text(found.answer_p50_s), seconds_text(found.answer_p95_s)
+    print_table(("actor", "busy", "of it", "waits for"), _rows(profile))
+    if profile.answer_p95_s:
+        p50, p95 = seconds_text(profile.answer_p50_s), seconds_text(profile.answer_p95_s)
         print_plain("")
         print_plain(f"games answered after p50 {p50}, p95 {p95}")
-    if found.typical is not None:
+    if profile.typical is not None:
         print_plain("")
-        _print_path(found.typical)
+        _print_path(profile.typical)
     print_plain("")
-    for one in advice:
-        print_plain(f"- {one.text}")
-        print_plain(f"  change: {', '.join(one.change)}")
+    for suggestion in advice:
+        print_plain(f"- {suggestion.text}")
+        print_plain(f"  change: {', '.join(suggestion.change)}")
 
 
-def _rows(found: Profile) -> list[tuple[str, str, str, str]]:
-    paused = {kind: share for kind, share in found.learner.items() if kind == "paused"}
-    rows = [_row("learner", found.learner, "learner", found.waited_for | paused)]
-    rows += [_row(name, shares, "generator") for name, shares in found.generators.items()]
-    rows += [_row(name, shares, "host") for name, shares in found.hosts.items()]
+def _rows(profile: Profile) -> list[tuple[str, str, str, str]]:
+    paused = {kind: share for kind, share in profile.learner.items() if kind == "paused"}
+    rows = [_row("learner", profile.learner, "learner", profile.waited_for | paused)]
+    rows += [_row(name, shares, "generator") for name, shares in profile.generators.items()]
+    rows += [_row(name, shares, "host") for name, shares in profile.hosts.items()]
     return rows
 
 
@@ -478,7 +480,7 @@ def send_spans(spans: Sequence[Span], url: str, attributes: Mapping[str, str]) -
         ) from error
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
-            f"{url!r} is no URL of a collector", hint="write it as http://127.0.0.1:4318"
+            f"{url!r} is not the URL of a collector", hint="write it as http://127.0.0.1:4318"
         )
     endpoint = f"{url.rstrip('/')}/v1/traces"
     sender = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)

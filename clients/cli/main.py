@@ -1,4 +1,4 @@
-"""Run one command of the command line and turn its end into an exit code.
+"""Run one command of the command line and return its exit code.
 
 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error of ours is printed as its message and
 its hint; `--debug` anywhere on the line shows the traceback instead. `decode` runs once per message
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """End as after Ctrl-C, so that what a command has started is stopped and removed."""
+    """Raise KeyboardInterrupt, so that a command stops and removes what it started."""
     signal.raise_signal(signal.SIGINT)
 
 
@@ -73,7 +73,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 
 def _discard_output() -> None:
-    """Drop what is not written yet; the interpreter would fail to write it at exit."""
+    """Drop unwritten output, which the interpreter would fail to write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -82,7 +82,7 @@ def _of_system(error: OSError) -> StorageError:
         return StorageError(error.strerror or str(error), hint="`--debug` shows where")
     return StorageError(
         f"{error.filename} cannot be used: {error.strerror}",
-        hint="`--debug` shows what was done with it",
+        hint="`--debug` shows the traceback",
     )
 
 
@@ -147,7 +147,7 @@ class FastFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: object = None
     ) -> ModuleSpec | None:
-        """Return the spec of one of the modules, with a loader that does less."""
+        """Return the spec of one of the modules, with a faster loader."""
         if name not in self._lazy and name != _LOGS:
             return None
         spec = PathFinder.find_spec(name, path)

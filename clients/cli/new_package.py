@@ -41,7 +41,7 @@ _CLIENTS: Mapping[AgentKind, str] = {
     "anthropic": "model.anthropic()",
     "command": "model.openai_base_url, model.api_key",
 }
-"""What the program's function `answer` takes beside the question, of an episode."""
+"""Arguments of the program's function `answer`, beside the question."""
 
 
 def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) -> int:
@@ -321,7 +321,7 @@ def _print_steps(steps: Mapping[str, str]) -> None:
 
 
 def _new_folder(name: str, module: str, into: Path) -> Path:
-    """Return the folder of a new package, which is not there yet. Raises ConfigError."""
+    """Return the folder for a new package; ConfigError if it exists."""
     _check_name(name, module)
     folder = into / name
     if folder.exists():
@@ -337,8 +337,8 @@ def _check_name(name: str, module: str) -> None:
             f"{name!r} is not a valid name for a game",
             hint="use lower-case letters and digits, with hyphens between words: word-chain",
         )
-    taken = keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN
-    if taken or module in importlib.metadata.packages_distributions():
+    is_known = keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN
+    if is_known or module in importlib.metadata.packages_distributions():
         raise ConfigError(
             f"a package named {module} would hide another of this name", hint="choose another name"
         )

@@ -56,11 +56,11 @@ def literal(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return text whose control characters are written as escapes, but for those of colours.
+    """Return text with its control characters escaped, except for those of colours.
 
-    Models, games and other users wrote some of it, and a terminal obeys what it is sent.
+    Models, games and other users wrote some of it, and a terminal would execute them.
     """
-    return _CONTROLS.sub(lambda found: found[0] if found[1] is None else _escape(found[1]), text)
+    return _CONTROLS.sub(lambda match: match[0] if match[1] is None else _escape(match[1]), text)
 
 
 def _escape(character: str) -> str:
@@ -84,7 +84,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(value: Any, text: str, *, as_json: bool) -> int:
-    """Print what a command did, as a JSON document or as one line; return its exit code."""
+    """Print the result of a command, as a JSON document or as one line; return its exit code."""
     if as_json:
         print_json(value)
     else:

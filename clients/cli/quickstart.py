@@ -3,7 +3,7 @@
 It makes a dataset and a model, starts broker, scheduler and node on free ports, trains
 asynchronously with GRPO at a staleness bound of 2, and shows the reward before and after. There are
 two examples. The calculator trains a model of 0.4 million parameters, warm-started to call a tool
-in some of its answers and to guess in the others, and finds out which of the two pays. Sums
+in some of its answers and to guess in the others, which learns to call it. Sums
 (`--real`) train SmolLM2-135M-Instruct, a language model, and show its answers before and after. All
 files but that model are below one folder, and no process is left behind.
 
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -83,11 +83,11 @@ _HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a cop
 
 def check_worker(what: str = "the quickstart trains on this machine") -> None:
     """Raise ConfigError if the packages for `what` are not installed."""
-    lacking = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if lacking:
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            f"{what}, and {', '.join(lacking)} "
-            f"{'is' if len(lacking) == 1 else 'are'} not installed here",
+            f"{what}, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed here",
             hint="pip install 'tinkermq[worker]'",
         )
 
@@ -96,9 +96,9 @@ def write_config(folder: Path, example: QuickstartExample = CALCULATOR) -> Path:
     """Write the example's configuration, with its paths below `folder`; return the file."""
     text = (files("tinkermq.clients") / "cli" / f"{example.game}.yaml").read_text(encoding="utf-8")
 
-    def below(found: re.Match[str]) -> str:
+    def below(match: re.Match[str]) -> str:
         # JSON's quotes are YAML's, whatever characters are in the folder's name.
-        return json.dumps(str(folder / found[0].removeprefix("outputs/")), ensure_ascii=False)
+        return json.dumps(str(folder / match[0].removeprefix("outputs/")), ensure_ascii=False)
 
     if folder != Path("outputs"):
         text = _OUTPUTS.sub(below, text)
@@ -133,18 +133,19 @@ def make_model(folder: Path, game: str) -> None:
 
 
 def run_module(module: str, *words: str) -> int:
-    """Run a module of the actors in a process of its own, as it needs torch; return its code."""
+    """Run a module of the actors in a process of its own, which needs torch; return its code."""
     with subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # Ctrl-C is for this process, which ends it; and so does the kernel if this one is killed.
+        # Ctrl-C reaches this process alone, which then ends the module; so does the kernel if this
+        # process is killed.
         start_new_session=True,
         preexec_fn=die_with(os.getpid(), signal.SIGTERM),
     ) as process:
         try:
             return process.wait()
         except BaseException:
-            process.terminate()  # it removes what it has begun
+            process.terminate()  # it removes its unfinished files
             raise
 
 
@@ -172,7 +173,7 @@ def print_outcome(progress: RunProgress, config: Path, example: QuickstartExampl
         print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
         print_plain(f"logs       {record.run_dir}/logs")
         return 1
-    smoothed, validation = smoothed_rewards(progress), _points(progress.validation.items())
+    smoothed, validation = smoothed_rewards(progress), sorted(progress.validation.items())
     width = min(stdout().width - 10, _MAX_WIDTH)
     print_plain(f"\n{'':>8}reward over steps: • trained episodes, x validation")
     print_plain(text_plot({"•": smoothed, "x": validation}, width=width))
@@ -225,10 +226,6 @@ def smoothed_rewards(progress: RunProgress) -> Points:
         window = [reward for _, reward in rewards[max(0, end - SMOOTH_STEPS) : end]]
         points.append((step, sum(window) / len(window)))
     return points
-
-
-def _points(values: Iterable[tuple[int, float]]) -> Points:
-    return [(step, value) for step, value in sorted(values)]
 
 
 def _print_next(config: Path) -> None:
@@ -303,7 +300,7 @@ def _make_folder(folder: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"the folder {folder} cannot be made: {error.strerror}",
-            hint="go where you may write, or give --output-dir DIR",
+            hint="change to a writable folder, or give --output-dir DIR",
         ) from error
 
 
@@ -322,8 +319,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) -> RunProgress:
-    """Start a stack on free ports, train in it, and stop it in any case."""
-    given = load_config(config, overrides).model_dump(exclude_unset=True)
+    """Start a stack on free ports, train in it, and always stop it."""
+    values = load_config(config, overrides).model_dump(exclude_unset=True)
     with tempfile.TemporaryDirectory(
         prefix=".stack-", dir=folder.resolve(), ignore_cleanup_errors=True
     ) as place:  # interrupted twice, the broker may still write
@@ -334,7 +331,7 @@ def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) 
         state = start_detached(options, die_with_parent=True)
         print_text(f"stack      {state.url}: nats-server, scheduler, one node")
         try:
-            return with_pool(state.url, lambda pool: _train(pool, resolve_paths(given, state.url)))
+            return with_pool(state.url, lambda pool: _train(pool, resolve_paths(values, state.url)))
         finally:
             stop_detached(home, state)
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 END_POLL_S = 2.0
-"""How often a host looks whether its run has ended."""
+"""How often a host checks whether its run has ended."""
 
 MakeHost = Callable[[Pool, JobRecord], "EnvironmentHost"]
-"""Makes what hosts a run's episodes; raises for a run that it cannot host."""
+"""Makes the host of a run's episodes; raises for a run that it cannot host."""
 
 
 def host_run(run: str, nats_url: str | None, make: MakeHost) -> int:
@@ -159,16 +159,18 @@ def host(
     nats_url
         The broker; default: $TINKERMQ_NATS_URL, or the local stack.
     """
-    given = {
+    options = {
         "files": None if files is None else str(files),
         "reward_files": None if reward_files is None else str(reward_files),
         "per_host": places,
     }
-    instead = {key: value for key, value in given.items() if value is not None}
+    overrides = {key: value for key, value in options.items() if value is not None}
 
     def make(pool: Pool, record: JobRecord) -> "EnvironmentHost":
         config = dict(record.config)
-        job = JobConfig.model_validate({**config, "agent": {**config.get("agent", {}), **instead}})
+        job = JobConfig.model_validate(
+            {**config, "agent": {**config.get("agent", {}), **overrides}}
+        )
         if not job.agent.runs_programs:
             raise StateError(
                 f"run {record.name} plays the game {job.env.game!r} and has no program",

@@ -125,7 +125,7 @@ async def describe_trouble(pool: Pool) -> str:
         async with asyncio.timeout(_QUOTA_S):
             trouble = await pool.trouble()
     except (BrokerError, TimeoutError):
-        return ""  # no scheduler answers: the quota's line says so
+        return ""  # no scheduler answers: the line of the quota reports it
     return f"the scheduler waits for {trouble}" if trouble else ""
 
 

@@ -207,7 +207,7 @@ def up(
     gateway
         URL of the pool's gateway; default: $TINKERMQ_GATEWAY_URL, or the local stack's.
     """
-    wanted = [_named(text) for text in model]
+    bases = [_named(text) for text in model]
     tree: dict[str, Any] = {}
     for override in overrides:
         apply_override(tree, override)
@@ -217,7 +217,7 @@ def up(
             resolve_paths(
                 merged(_config(base, folder), tree), pool.broker.url, has_users=pool.has_users
             )
-            for base, folder in wanted
+            for base, folder in bases
         ]
         return [await pool.submit(config, kind="tinker") for config in configs]
 
@@ -271,5 +271,5 @@ def _named(text: str) -> tuple[str, str]:
             hint="as in org/model=./folder",
         )
     if not (Path(folder).expanduser() / "config.json").is_file():
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
     return name, str(Path(folder).expanduser().resolve())

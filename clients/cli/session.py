@@ -1,4 +1,4 @@
-"""A command's connection: to the pool, or to a broker of its own; and the options for it."""
+"""A command's connection to the pool or to a temporary broker, and the options for it."""
 
 import asyncio
 import math
@@ -59,7 +59,7 @@ COMMON = Common()
 
 
 def positive(_: Any, value: float) -> None:
-    """Refuse a number that is not positive and finite; a validator of an option."""
+    """Validate that an option is positive and finite."""
     if not 0 < value < math.inf:
         raise ValueError("Must be > 0, and finite.")
 

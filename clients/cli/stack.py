@@ -139,18 +139,18 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
     return 0
 
 
-def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
+def _gateway_port(port: int | None, *, any_port: bool) -> int | None:
     """Return the port of the dashboard, 0 for a free one; None when it is not installed."""
     if any(importlib.util.find_spec(name) is None for name in _GATEWAY_NEEDS):
-        if given is not None:
+        if port is not None:
             raise ConfigError(
                 "the dashboard is not installed", hint="pip install 'tinkermq[gateway]'"
             )
         print_note("without dashboard: pip install 'tinkermq[gateway]'")
         return None
-    if given:
-        return _free_port(given)
-    if given == 0 or any_port:
+    if port:
+        return _free_port(port)
+    if port == 0 or any_port:
         return 0
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
         return GATEWAY_PORT
@@ -192,7 +192,7 @@ def _check_listening(
     if host not in LOOPBACK and not is_secured:
         raise ConfigError(
             f"a broker on {host} without authentication could be used by anyone",
-            hint="make users first: `tinkermq init`",
+            hint="create users first: `tinkermq init`",
         )
     if nats_url is not None and is_secured:
         raise ConfigError(
@@ -246,7 +246,7 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
 
 
 def _first_line(process: "subprocess.Popen[bytes]") -> bytes | None:
-    """Return what a supervisor says, empty if it ended without a word; None: nothing in time."""
+    """Return the line of a supervisor, empty if it ended without one; None if none came in time."""
     assert process.stdout is not None
     with process.stdout as pipe:
         readable, _, _ = select.select([pipe], [], [], PATIENCE_S)

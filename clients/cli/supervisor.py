@@ -134,10 +134,10 @@ LOG_BYTES = 32 * 2**20
 
 
 def bound_log(log: Path) -> None:
-    """Move what a log holds to `<name>.1` once it is more than `LOG_BYTES`.
+    """Move the content of a log to `<name>.1` once it is larger than `LOG_BYTES`.
 
-    The file stays the one that its process appends to; what is written meanwhile is lost. So is
-    all that it held where the disk has no room for the copy.
+    The process keeps appending to the same file; lines written during the copy are lost. If the
+    disk has no room for the copy, the whole content is lost.
     """
     try:
         if log.stat().st_size <= LOG_BYTES:
@@ -159,14 +159,14 @@ def _older(log: Path) -> Path:
 
 POLL_S = 0.2
 HEALTH_S = 2.0
-TROUBLED_LOOKS = 2
-"""A broker that does not store is started again, once there is room, not before the third look."""
-HEALTHY_LOOKS = 10
-"""After a restart so many looks more are waited for: it may be reading a large store."""
+TROUBLED_CHECKS = 2
+"""Failed checks in a row before a broker that stores nothing is restarted, if there is room."""
+HEALTHY_CHECKS = 10
+"""Further checks allowed after a restart: the broker may be reading a large store."""
 STORE_DEADLINE_S = 600.0
-"""A broker with a large store reads it before it listens."""
+"""For a start of the broker, which reads its whole store before it listens."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""Between two tries to start a broker that does not come up."""
+"""Between two attempts to start the broker, doubled after each."""
 READY_DEADLINE_S = 30.0
 NODE_STOP_S = 30.0
 SCHEDULER_STOP_S = 10.0
@@ -234,7 +234,7 @@ class Supervisor:
         self.secrets = PoolSecrets(self.home.secrets)
         self.started = time.time()
         self.gateway: str | None = None
-        self._next_look = self._next_bound = 0.0
+        self._next_check = self._next_bound = 0.0
         self._num_troubled = 0
         self._pause_s = FIRST_PAUSE_S
         self._is_starting = False
@@ -256,7 +256,7 @@ class Supervisor:
                 self._take_down()
 
     def _start(self) -> str:
-        for own in (self.home.logs, self.home.store):  # what all jobs say, and what is stored
+        for own in (self.home.logs, self.home.store):  # logs of all jobs, and their data
             own.mkdir(parents=True, exist_ok=True)
             own.chmod(0o700)
         url = self.options.nats_url or self._start_server()
@@ -302,16 +302,13 @@ class Supervisor:
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
-        given = without_secrets(os.environ)  # of the user who typed `up`
-        environment = {**given, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
+        inherited = without_secrets(os.environ)  # of the user who typed `up`
+        environment = {**inherited, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         if self.secrets.exist:
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
         if name == "auth":
             environment[SECRETS_VARIABLE] = str(self.secrets.folder)
         return environment
-
-    def _credentials(self) -> Path | None:
-        return self.secrets.credentials("scheduler") if self.secrets.exist else None
 
     def _start_server(self) -> str:
         options = self.options
@@ -328,9 +325,10 @@ class Supervisor:
 
     def _wait_until_ready(self, url: str) -> None:
         deadline = time.monotonic() + READY_DEADLINE_S
+        credentials = self.secrets.credentials("scheduler") if self.secrets.exist else None
         while not self.stopping:
-            heard = asyncio.run(_list_actor_pids(url, self._credentials()))
-            missing = [child.name for child in self.children if not self._answers(child, heard)]
+            live_pids = asyncio.run(_list_actor_pids(url, credentials))
+            missing = [child.name for child in self.children if not self._answers(child, live_pids)]
             if not missing:
                 return
             for child in self.children:
@@ -344,10 +342,10 @@ class Supervisor:
                 )
             time.sleep(POLL_S)
 
-    def _answers(self, child: StackProcess, heard: set[int]) -> bool:
-        """Whether a child is up: the gateway listens, others have a heartbeat."""
+    def _answers(self, child: StackProcess, live_pids: set[int]) -> bool:
+        """Return whether a child is up: the gateway listens, others have a heartbeat."""
         if child.name != "gateway":
-            return child.pid in heard
+            return child.pid in live_pids
         assert self.gateway is not None
         with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
             return child.exit_code is None
@@ -374,31 +372,30 @@ class Supervisor:
         for log in self.home.logs.glob("*.log"):
             try:
                 bound_log(log)
-            except OSError as error:  # its disk fails: what runs matters more
+            except OSError as error:  # a failing disk must not end the stack
                 _log(f"{log} cannot be bounded: {error}")
 
     def _keep_server(self, server: NatsServer) -> bool:
         """Restart a broker that has died, or that stopped storing on a full disk.
 
-        It may take any time and number of attempts to read its store: the stack stays up.
-        Returns whether it has come up.
+        Returns whether a restarted broker has come up. The stack stays up meanwhile.
         """
         is_well = server.running and not self._is_starting
-        if time.monotonic() < self._next_look and (is_well or self._pause_s > FIRST_PAUSE_S):
+        if time.monotonic() < self._next_check and (is_well or self._pause_s > FIRST_PAUSE_S):
             return False
-        self._next_look = time.monotonic() + HEALTH_S
+        self._next_check = time.monotonic() + HEALTH_S
         try:
             if not server.running:
                 self._begin(server, "broker had died")
             if self._is_starting:
                 return self._has_come_up(server)
             trouble = server.trouble()
-            if trouble and server.has_room() and self._num_troubled >= TROUBLED_LOOKS:
+            if trouble and server.has_room() and self._num_troubled >= TROUBLED_CHECKS:
                 server.stop()
                 self._begin(server, "broker has room again")
                 return False
-        except (OSError, errors.BrokerError) as error:  # such as no room even for its configuration
-            self._next_look = time.monotonic() + self._pause_s
+        except (OSError, errors.BrokerError) as error:  # such as no room for its configuration
+            self._next_check = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
             trouble = f"nats-server cannot be started: {error}"
         if trouble and not self._num_troubled:
@@ -408,7 +405,7 @@ class Supervisor:
 
     def _begin(self, server: NatsServer, why: str) -> None:
         self._is_starting = False
-        self.home.check_place()  # where it was, another stack may have its store
+        self.home.check_place()  # another stack may have its store at the old path
         server.begin()
         self._is_starting = True
         self.server_restarts += 1
@@ -418,7 +415,7 @@ class Supervisor:
         if not server.is_listening():
             return False
         self._is_starting = False
-        self._num_troubled = -HEALTHY_LOOKS
+        self._num_troubled = -HEALTHY_CHECKS
         self._pause_s = FIRST_PAUSE_S
         _log("broker listens again")
         return True
@@ -427,12 +424,12 @@ class Supervisor:
         self.home.clear()
         for child in reversed(self.children):
             child.stop(NODE_STOP_S if child.name == "node" else SCHEDULER_STOP_S)
-        self._give_machines_back()
+        self._release_machines()
         if self.server is not None:
             self.server.stop()
 
-    def _give_machines_back(self) -> None:
-        """Drain all machines while the broker still runs, so that it is no failure to them."""
+    def _release_machines(self) -> None:
+        """Drain all machines while the broker still runs, so that they do not fail."""
         if self.options.on is None or self.server is None or not self.server.running:
             return
         module = "tinkermq.actors.scheduler.machines"
@@ -449,7 +446,7 @@ class Supervisor:
     def _write(self, url: str) -> None:
         try:
             self.home.write(self._state(url))
-        except OSError as error:  # its disk is full: what runs matters more
+        except OSError as error:  # a full disk must not end the stack
             _log(f"the state of the stack cannot be written: {error}")
 
     def _state(self, url: str) -> StackState:
@@ -498,7 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in OF_PERSONS:
         erase_variable(name)
     try:
-        Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
+        Supervisor(options).run(lambda state: _write_line({"state": state.model_dump()}))
     except errors.TinkermqError as error:
         return _fail(error)
     except OSError as error:
@@ -513,7 +510,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(error: errors.TinkermqError) -> int:
     _log(str(error))
-    _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
+    _write_line({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
     return 1
 
 
@@ -533,8 +530,8 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     return StackOptions(**vars(parser.parse_args(argv)))
 
 
-def _tell(message: dict[str, object]) -> None:
-    """Write the line for `up`, then close the pipe; `up` may have ended already."""
+def _write_line(message: dict[str, object]) -> None:
+    """Write the line that `up` reads, then close the pipe; `up` may have ended already."""
     try:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()

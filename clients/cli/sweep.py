@@ -85,17 +85,23 @@ def list_points(
             "nothing varies", hint="give a key several values: learner.lr=1e-5,3e-5 seed=1,2,3"
         )
     if runs is None:
-        lists = {key: one for key, one in space.items() if not isinstance(one, NumberRange)}
+        lists = {
+            key: values for key, values in space.items() if not isinstance(values, NumberRange)
+        }
         if len(lists) < len(space):
             ranged = next(key for key in space if key not in lists)
             raise ConfigError(
-                f"{ranged} is a range: of how many runs?", hint="add --runs 20, which are drawn"
+                f"{ranged} is a range, which needs a number of runs",
+                hint="add --runs 20: points are drawn",
             )
         _refuse_too_many(math.prod(len(values) for values in lists.values()))
-        return [dict(zip(lists, one, strict=True)) for one in itertools.product(*lists.values())]
+        return [
+            dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())
+        ]
     _refuse_too_many(runs)
     return [
-        {key: _draw_points(one, key, seed, n) for key, one in space.items()} for n in range(runs)
+        {key: _draw_points(values, key, seed, n) for key, values in space.items()}
+        for n in range(runs)
     ]
 
 
@@ -107,8 +113,8 @@ def _draw_points(values: list[str] | NumberRange, key: str, seed: int, number: i
 def _refuse_too_many(count: int) -> None:
     if not 1 <= count <= MAX_RUNS:
         raise ConfigError(
-            f"a sweep of {count:,} runs; from 1 to {MAX_RUNS:,} are made",
-            hint="vary less, or draw some: --runs 50",
+            f"a sweep has from 1 to {MAX_RUNS:,} runs, not {count:,}",
+            hint="vary fewer values, or draw points: --runs 50",
         )
 
 
@@ -116,9 +122,11 @@ def _span(override: str, low: str, high: str) -> NumberRange:
     try:
         span = NumberRange(float(low), float(high), low.lstrip("-").isdigit() and high.isdigit())
     except ValueError as error:
-        raise ConfigError(f"{override!r} is no range", hint="write it as 1e-6..1e-4") from error
+        raise ConfigError(f"{override!r} is not a range", hint="write it as 1e-6..1e-4") from error
     if not span.low < span.high:
-        raise ConfigError(f"{override!r} ends before it begins", hint="write the smaller one first")
+        raise ConfigError(
+            f"{override!r} ends before it begins", hint="write the smaller number first"
+        )
     return span
 
 
@@ -178,7 +186,7 @@ def sweep(
     chosen = list_points(space, runs, seed)
     configs = [_config_of(config, same, name, number, point) for number, point in enumerate(chosen)]
     if dry_run:
-        _print([{"run": one.name, **point} for one, point in zip(configs, chosen, strict=True)],
+        _print([{"run": job.name, **point} for job, point in zip(configs, chosen, strict=True)],
                list(space), as_json=common.json)  # fmt: skip
         return 0
     url = find_url(common.nats_url)
@@ -195,7 +203,8 @@ def sweep(
         rows = with_pool(url, work)
     except KeyboardInterrupt:
         print_note(
-            f"left; what runs goes on (`tinkermq ps --group {name}`), the same command continues"
+            f"detached; the runs continue (`tinkermq ps --group {name}`), and the same command "
+            "continues the sweep"
         )
         return INTERRUPTED
     rows.sort(key=lambda row: -math.inf if row[metric] is None else row[metric], reverse=True)
@@ -216,9 +225,9 @@ async def _run_all(
     waiting, announced = list(configs), set[str]()
     records: dict[str, JobRecord] = {}
     while True:
-        for job in [one.job for one in records.values() if one.state not in FINAL_STATES]:
+        for job in [record.job for record in records.values() if record.state not in FINAL_STATES]:
             records[job] = await pool.get(job)
-        live = sum(one.state not in FINAL_STATES for one in records.values())
+        live = sum(record.state not in FINAL_STATES for record in records.values())
         while waiting and live < at_once:
             record = await _submit(pool, waiting.pop(0))
             records[record.job] = record
@@ -234,9 +243,9 @@ async def _run_all(
 
 
 async def _submit(pool: Pool, config: JobConfig) -> JobRecord:
-    """Submit a run; one that an earlier call of the same command submitted is returned."""
-    given = with_tracker_settings(config.model_dump(exclude_unset=True))
-    values = resolve_paths(given, pool.broker.url, has_users=pool.has_users)
+    """Submit a run, or return the one that an earlier call of the same command submitted."""
+    values = with_tracker_settings(config.model_dump(exclude_unset=True))
+    values = resolve_paths(values, pool.broker.url, has_users=pool.has_users)
     text = json.dumps(values, sort_keys=True, default=str)
     request_id = f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     return await pool.submit(values, request_id=request_id, secrets=secrets_for(values))
@@ -247,7 +256,7 @@ async def _result(pool: Pool, record: JobRecord, metric: str) -> dict[str, Any]:
     try:
         values = await recent_values(pool.broker, record.scope)
     except NotFoundError:
-        values = {}  # it failed before it had begun
+        values = {}  # it failed before it started
     return {
         "run": record.name,
         "job": record.job,

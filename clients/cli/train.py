@@ -100,9 +100,9 @@ def sft(
 
 
 def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobConfig:
-    """Read the configuration; with `from_`, that run stands in for the model."""
-    given = [] if from_run is None else [f"model.path={from_run}"]
-    return load_config(config, [*overrides, *given])
+    """Read the configuration; with `from_`, that run is the model."""
+    model = [] if from_run is None else [f"model.path={from_run}"]
+    return load_config(config, [*overrides, *model])
 
 
 def _submit(
@@ -127,8 +127,8 @@ def _submit(
 
     async def work(pool: Pool) -> int:
         # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
-        given = with_tracker_settings(effective.model_dump(exclude_unset=True))
-        values = resolve_paths(given, pool.broker.url, has_users=pool.has_users)
+        values = with_tracker_settings(effective.model_dump(exclude_unset=True))
+        values = resolve_paths(values, pool.broker.url, has_users=pool.has_users)
         record = await pool.submit(
             values,
             fork_of=from_run and full_checkpoint_name(from_run),
@@ -237,7 +237,7 @@ def notify(run: str, /, *, common: Common = COMMON) -> int:
         if record.state in FINAL_STATES:
             raise ConfigError(
                 f"run {record.name} is {record.state}: it has ended already",
-                hint=f"its end: `tinkermq ps --all`; let it go on: `tinkermq resume {record.name}`",
+                hint=f"its end: `tinkermq ps --all`; continue it: `tinkermq resume {record.name}`",
             )
         return await pool.hand_over(record.job, {NOTIFY_URL: url})
 
@@ -251,6 +251,6 @@ def _read_url() -> str:
     if "://" not in url:
         raise ConfigError(
             "there is no URL to send notifications to",
-            hint=f"export {NOTIFY_URL}=ntfys://ntfy.sh/my-topic, or another URL of apprise's",
+            hint=f"export {NOTIFY_URL}=ntfys://ntfy.sh/my-topic, or another URL of Apprise's",
         )
     return url.strip()

@@ -93,15 +93,15 @@ class SdkClients:
         return self._make_client("anthropic", "AsyncAnthropic", self.anthropic_base_url, options)
 
     def _make_client(self, package: str, name: str, base_url: str, options: ClientOptions) -> Any:
-        """Return a client of a package; to the packages None is a value, so it is left out."""
+        """Return a client of a package; options of None are left out, since packages read None."""
         sdk = import_module(package)
-        given = {option: value for option, value in options.items() if value is not None}
-        if "http_client" not in given:
+        chosen = {option: value for option, value in options.items() if value is not None}
+        if "http_client" not in chosen:
             is_async = name.startswith("Async")
             http_class = sdk.DefaultAsyncHttpxClient if is_async else sdk.DefaultHttpxClient
             # Reading the certificates takes a tenth of a second per client.
-            given["http_client"] = http_class(verify=base_url.startswith("https:"))
-        return getattr(sdk, name)(base_url=base_url, api_key=self.api_key, **given)
+            chosen["http_client"] = http_class(verify=base_url.startswith("https:"))
+        return getattr(sdk, name)(base_url=base_url, api_key=self.api_key, **chosen)
 
 
 _LOOK_S = 2.0
@@ -115,30 +115,30 @@ Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward
 class AgentEpisode(SdkClients):
     """One episode: its task, the URLs of its model, and its reward."""
 
-    def __init__(self, given: "EpisodeLease", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, lease: "EpisodeLease", loop: asyncio.AbstractEventLoop) -> None:
         """Wrap an episode that the host has leased on its event loop."""
-        self._given = given
+        self._lease = lease
         self._loop = loop
-        self._episode = given.episode
+        self._episode = lease.episode
         self.id: str = self._episode.episode
         """Its id, unique in the job."""
         self.task: dict[str, Any] = self._episode.task_input
         """The row of the data without its gold answer; empty where the job has no data."""
-        self.prompt: list[dict[str, Any]] = given.prompt
-        """The chat messages by which the task is known."""
+        self.prompt: list[dict[str, Any]] = lease.prompt
+        """The chat messages of the task's prompt."""
         self.seed: int = self._episode.seed
         """The same for all episodes of a task."""
         self.split: str = self._episode.split
-        """Whether it is trained (train) or only counted (val)."""
+        """`train`: the episode is trained; `val`: it only counts in a validation."""
         self.api_key = self._episode.key
-        self.openai_base_url = f"{given.base_url}/v1"
-        self.anthropic_base_url = given.base_url
-        self.variables: dict[str, str] = dict(given.variables)
-        """Environment variables by which programs find all of this."""
+        self.openai_base_url = f"{lease.base_url}/v1"
+        self.anthropic_base_url = lease.base_url
+        self.variables: dict[str, str] = dict(lease.variables)
+        """Environment variables that give programs all of this."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the episode has ended; its calls are no longer answered."""
+        """Return whether the episode has ended; its calls are no longer answered."""
         return bool(self._episode.over)
 
     def reward(self, reward: float, call: int | None = None, *, branch: int | None = None) -> None:
@@ -156,7 +156,7 @@ class AgentEpisode(SdkClients):
         info: dict[str, Any] | None = None,
         failed: bool = False,
     ) -> None:
-        """End the episode, with its reward if not given before; harmless when it is over.
+        """End the episode, with its reward if it has none yet; harmless when it is over.
 
         Raises ValueError for a reward that is not finite, or `info` that cannot be serialised.
         """
@@ -167,7 +167,7 @@ class AgentEpisode(SdkClients):
 
     def fail(self, error: str) -> None:
         """End the episode as failed: it is tried again."""
-        self._soon(partial(self._given.crash, error))
+        self._soon(partial(self._lease.crash, error))
 
     def _soon(self, change: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(change)
@@ -228,8 +228,8 @@ class _LeasingEnvironment(HostedEnvironment):
         config = _hosted_config(record.config, self.get_config())
         loop = asyncio.get_running_loop()
 
-        def give(given: "EpisodeLease") -> None:
-            self.start_episode(AgentEpisode(given, loop), given)
+        def give(lease: "EpisodeLease") -> None:
+            self.start_episode(AgentEpisode(lease, loop), lease)
 
         proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
         tries, job = config.rollout.max_tries, address.scope.job
@@ -238,7 +238,7 @@ class _LeasingEnvironment(HostedEnvironment):
             broker, address.scope, config.env, seed=config.seed, programs=programs
         )
 
-    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
+    def start_episode(self, episode: AgentEpisode, lease: "EpisodeLease") -> None:
         """Handle a started episode, on the host's event loop."""
         raise NotImplementedError
 
@@ -263,12 +263,12 @@ class AgentEnvironment(_LeasingEnvironment):
         self._program = program
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
+    def start_episode(self, episode: AgentEpisode, lease: "EpisodeLease") -> None:
         """Run the function on an episode."""
         task = asyncio.create_task(self._run(episode), name=f"program {episode.id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        given.on_drop.append(task.cancel)
+        lease.on_drop.append(task.cancel)
 
     async def _run(self, episode: AgentEpisode) -> None:
         try:
@@ -344,7 +344,7 @@ class AgentEpisodes(_LeasingEnvironment):
         """
         tree = {"agent": dict(config)} if config is not None else None
         super().__init__(tree, None, api_key, _checked_url(gateway))
-        self._given: queue.SimpleQueue[AgentEpisode | None] = queue.SimpleQueue()
+        self._episodes: queue.SimpleQueue[AgentEpisode | None] = queue.SimpleQueue()
         self.setup(job)
         assert self.hosting is not None
         self.hosting.add_done_callback(self._end_of_host)
@@ -362,28 +362,28 @@ class AgentEpisodes(_LeasingEnvironment):
                 async with asyncio.timeout(_LOOK_S):
                     await stopping.wait()
 
-    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
+    def start_episode(self, episode: AgentEpisode, lease: "EpisodeLease") -> None:
         """Queue an episode for the iterator."""
-        self._given.put(episode)
+        self._episodes.put(episode)
 
     def __iter__(self) -> Iterator[AgentEpisode]:
         """Yield episodes until hosting ends; raises the error that ended it."""
-        while (episode := self._given.get()) is not None:
+        while (episode := self._episodes.get()) is not None:
             if not episode.is_over:
                 yield episode
-        self._given.put(None)
+        self._episodes.put(None)
         self.check()
 
     async def __aiter__(self) -> AsyncIterator[AgentEpisode]:
         """Yield episodes until hosting ends; raises the error that ended it."""
-        while (episode := await asyncio.to_thread(self._given.get)) is not None:
+        while (episode := await asyncio.to_thread(self._episodes.get)) is not None:
             if not episode.is_over:
                 yield episode
-        self._given.put(None)
+        self._episodes.put(None)
         self.check()
 
     def _end_of_host(self, _: "Future[None]") -> None:
-        self._given.put(None)
+        self._episodes.put(None)
 
 
 def agent(program: Program) -> Program:

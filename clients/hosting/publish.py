@@ -107,7 +107,9 @@ class AsyncTrajectoryPublisher(PoolClient):
         while True:
             try:
                 request = control.PublishTasksRequest(tasks=specs)
-                return (await self._ask("tasks", request, control.PublishTasksReply)).queued
+                return (
+                    await self._request_learner("tasks", request, control.PublishTasksReply)
+                ).queued
             except errors.StateError as error:
                 await self._pause(deadline, error.message)
 
@@ -116,7 +118,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         request = control.ReserveRequest(count=1, source=self._source, deadline_s=RESERVATION_S)
         while True:
             try:
-                return await self._ask("reserve", request, control.ReserveReply)
+                return await self._request_learner("reserve", request, control.ReserveReply)
             except errors.StateError as error:
                 await self._pause(deadline, error.message)
 
@@ -166,7 +168,7 @@ class AsyncTrajectoryPublisher(PoolClient):
             ) from error
         return group
 
-    async def _ask(self, verb: str, request: Message, reply: type[R]) -> R:
+    async def _request_learner(self, verb: str, request: Message, reply: type[R]) -> R:
         scope = self._address.scope
         broker = (await self._connected()).broker
         try:
@@ -356,7 +358,7 @@ def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
     if exact.ndim != 1:
         raise errors.MessageError(f"{name} must have 1 dimension, has {exact.ndim}")
     if np.dtype(dtype).kind in "iu" and not np.array_equal(exact, array):
-        raise errors.MessageError(f"{name} holds values that are no {np.dtype(dtype)}")
+        raise errors.MessageError(f"{name} holds values that are not {np.dtype(dtype)}")
     return exact
 
 

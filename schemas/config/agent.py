@@ -22,7 +22,7 @@ class TaskSource(NamedTuple):
 
     folder: str
     share: float = 0.0
-    """Of the tasks that are for validation; 0: there is no split."""
+    """Share of the tasks for validation; 0: no split."""
     is_val: bool = False
     """Whether these are meant; else all others."""
 
@@ -85,8 +85,8 @@ class McpServer(Section):
     @model_validator(mode="after")
     def _one_transport(self) -> Self:
         if bool(self.command) == bool(self.url):
-            found = "both" if self.command else "neither"
-            raise ValueError(f"give command or url; {found} is set")
+            problem = "both" if self.command else "neither"
+            raise ValueError(f"give command or url; {problem} is set")
         return self
 
     def named(self, number: int) -> Self:
@@ -193,10 +193,10 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _reachable_servers(self) -> Self:
-        names = [one.name for one in self.named_mcp()]
+        names = [server.name for server in self.named_mcp()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several servers of mcp have the name {twice[0]}: rename one of them")
-        if self.network != "open" and (urls := [one.url for one in self.mcp if one.url]):
+        if self.network != "open" and (urls := [server.url for server in self.mcp if server.url]):
             raise ValueError(
                 f"programs with network={self.network} do not reach the MCP server {urls[0]}: set "
                 "network: open, or give its command"
@@ -205,7 +205,7 @@ class AgentConfig(Section):
 
     def named_mcp(self) -> list[McpServer]:
         """Return the MCP servers, each with a name."""
-        return [one.named(number) for number, one in enumerate(self.mcp, start=1)]
+        return [server.named(number) for number, server in enumerate(self.mcp, start=1)]
 
     @property
     def runs_programs(self) -> bool:
@@ -233,7 +233,7 @@ def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
     try:
         return re.compile(text[1:-1]), not value.startswith("not ")
     except re.error as error:
-        raise ValueError(f"agent.train={value!r} is no regular expression: {error}") from error
+        raise ValueError(f"agent.train={value!r} must be a regular expression: {error}") from error
 
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:
@@ -273,7 +273,7 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for a key without effect.
     """
     tree = dict(values)
-    given = given_section(tree, "agent")
+    section = given_section(tree, "agent")
     if not runs_programs(tree):
         return tree
     if given_section(tree, "sft").get("data"):
@@ -281,7 +281,7 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
             "sft.data makes an SFT job, which runs no programs, and the section agent an agent "
             "job: remove one of them"
         )
-    agent = AgentConfig.model_validate(dict(given))
+    agent = AgentConfig.model_validate(dict(section))
     tree = _with_tasks(tree, agent)
     implied: dict[str, dict[str, Any]] = {
         "env": {

@@ -69,7 +69,7 @@ class CorrectionMask(Section):
             raise ValueError(f"low={low:g} is not under high={high:g}: nothing would be left")
         if self.of in ("k2", "k3") and (low is not None or (high or 0) <= 0):
             raise ValueError(f"{self.of} is never negative: bound it from above, by high > 0")
-        if self.of == "ratio" and any(one is not None and one <= 0 for one in (low, high)):
+        if self.of == "ratio" and any(bound is not None and bound <= 0 for bound in (low, high)):
             raise ValueError("a ratio is never negative: bound it by low > 0 and high > 0")
         return self
 
@@ -177,7 +177,7 @@ def why_no_teacher(name: str) -> str:
     base, model = endpoint(name)
     parts = urlsplit(base)
     if not parts.hostname or parts.username or parts.password:
-        return f"{base} is no URL of an API: write https://HOST/v1?model=NAME, without a password"
+        return f"{base} must be the URL of an API: https://HOST/v1?model=NAME, without a password"
     if not model or not re.fullmatch(r"[\w./:@+-]{1,200}", model):
         return f"{name[:200]} names no model: write https://HOST/v1?model=NAME"
     return ""

@@ -1,4 +1,4 @@
-"""The configuration of a job: one typed tree.
+"""The configuration of a job: a typed tree.
 
 The text below a field is its documentation in `--help`, the JSON schema and the reference page.
 `when(...)` marks a key that only some values of another key use; setting it under others is an
@@ -65,7 +65,7 @@ class ModelConfig(Section):
         for key, value in values.items():
             if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
                 raise ValueError(
-                    f"{key} is the word {value!r}, which a template takes for true: write true or "
+                    f"{key} is the word {value!r}, which a template reads as true: write true or "
                     "false"
                 )
         return values
@@ -387,11 +387,11 @@ _NO_GAME: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
 
 
 class SftConfig(Section):
-    """What an SFT job learns from: conversations."""
+    """The conversations that an SFT job trains on."""
 
     data: list[str] = Field(default_factory=list[str])
     """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the
-    assistant's messages are learnt; `tools` and `images` may stand beside it. Empty: not an SFT
+    assistant's messages are trained; columns `tools` and `images` are optional. Empty: not an SFT
     job."""
 
 
@@ -447,7 +447,7 @@ class TinkerConfig(Section):
         """Raise ValueError for names that programs cannot request or distinguish."""
         if base and (_BASE_NAME.fullmatch(base) is None or base != normpath(base)):
             raise ValueError(
-                f"{base!r} is no name of a base model: take one such as org/model, or the absolute "
+                f"{base!r} must be the name of a base model, such as org/model, or the absolute "
                 "path of its folder, of letters, digits, '.', '_', '-' and single '/'"
             )
         return base
@@ -546,7 +546,7 @@ class JobConfig(Section):
 
     @property
     def has_evaluator(self) -> bool:
-        """Whether a separate evaluator validates; without generators there is nobody else."""
+        """Whether a separate evaluator validates, as it always does without generators."""
         return self.validates and (self.evaluation.slots > 0 or self.generator.count == 0)
 
     @property

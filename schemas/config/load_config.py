@@ -74,11 +74,11 @@ def core_value(text: str) -> Any:
     return text
 
 
-def read_value(text: str, what: str, wanted: Any = Any) -> Any:
+def read_value(text: str, what: str, expected: Any = Any) -> Any:
     """Return a YAML text's value for a key of type `wanted`; ConfigError names `what`."""
     try:
         events = iter(yaml.parse(text.removeprefix("\ufeff"), Loader=_LOADER))
-        return _Builder(events, what).document(wanted)
+        return _Builder(events, what).document(expected)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -88,19 +88,19 @@ def read_value(text: str, what: str, wanted: Any = Any) -> Any:
         ) from error
 
 
-def read_argument(text: str, what: str, wanted: Any) -> Any:
+def read_argument(text: str, what: str, expected: Any) -> Any:
     """Return the value of `key=value` for a key of type `wanted`.
 
     For a text key it is taken as written, with `#`, `:` and brackets, without enclosing quotes.
     """
-    kinds = _kinds(wanted)
+    kinds = _kinds(expected)
     if not text:
         return ""
     if _takes_text(kinds) and not any(_is_container(kind) for kind in kinds):
         return _argument_text(text, kinds)
     if text.endswith(":") and text.isprintable() and " " not in text:
         return text  # a word such as `broker:`, and no map
-    return read_value(text, what, wanted)
+    return read_value(text, what, expected)
 
 
 def _argument_text(text: str, kinds: Sequence[Any]) -> Any:
@@ -134,10 +134,10 @@ _Dumper.add_representer(str, _quoted)
 
 def type_at(model: type[BaseModel] | None, path: Sequence[str]) -> Any:
     """Return the type of a key, given by its path; Any within a free map."""
-    wanted: Any = Any if model is None else model
+    expected: Any = Any if model is None else model
     for name in path:
-        wanted = _type_of_key(wanted, name)
-    return wanted
+        expected = _type_of_key(expected, name)
+    return expected
 
 
 class _Builder:
@@ -148,7 +148,7 @@ class _Builder:
         self._what = what
         self._depth = 0
 
-    def document(self, wanted: Any) -> Any:
+    def document(self, expected: Any) -> Any:
         """Return the single value of a stream, None if empty."""
         value: Any = None
         num_documents = 0
@@ -161,10 +161,10 @@ class _Builder:
                     f"{self._what} holds more than one document",
                     hint="leave one, without `---` between",
                 )
-            value = self._value(next(self._events), wanted)
+            value = self._value(next(self._events), expected)
         return value
 
-    def _value(self, event: Any, wanted: Any) -> Any:
+    def _value(self, event: Any, expected: Any) -> Any:
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
                 f"{self._what} uses the alias *{str(event.anchor)[:64]}",
@@ -172,12 +172,12 @@ class _Builder:
             )
         tag = self._tag(event)
         if isinstance(event, yaml.ScalarEvent):
-            return self._read_scalar(event, tag, wanted)
+            return self._read_scalar(event, tag, expected)
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ConfigError(f"{self._what} nests deeper than {MAX_DEPTH} levels")
         is_list = isinstance(event, yaml.SequenceStartEvent)
-        value = self._list(wanted) if is_list else self._map(wanted)
+        value = self._list(expected) if is_list else self._map(expected)
         self._depth -= 1
         return value
 
@@ -193,25 +193,25 @@ class _Builder:
             )
         return name
 
-    def _read_scalar(self, event: Any, tag: str, wanted: Any) -> Any:
+    def _read_scalar(self, event: Any, tag: str, expected: Any) -> Any:
         text, is_plain = str(event.value), not event.style
         if tag in ("int", "float", "bool", "null"):
             return core_value(text)
-        return _scalar(text, _kinds(wanted)) if is_plain and not tag else text
+        return _scalar(text, _kinds(expected)) if is_plain and not tag else text
 
-    def _list(self, wanted: Any) -> list[Any]:
+    def _list(self, expected: Any) -> list[Any]:
         values: list[Any] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            values.append(self._value(event, _type_of_item(wanted, len(values))))
+            values.append(self._value(event, _type_of_item(expected, len(values))))
         return values
 
-    def _map(self, wanted: Any) -> dict[str, Any]:
+    def _map(self, expected: Any) -> dict[str, Any]:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             line = int(event.start_mark.line) + 1
             if not isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
-                raise ConfigError(f"{self._what} has a key in line {line} that is no text")
+                raise ConfigError(f"{self._what} has a key in line {line} that is not text")
             key = str(self._value(event, str))
             if key in values:
                 raise ConfigError(
@@ -220,7 +220,7 @@ class _Builder:
                     hint="leave one of them",
                 )
             lines[key] = line
-            values[key] = self._value(next(self._events), _type_of_key(wanted, key))
+            values[key] = self._value(next(self._events), _type_of_key(expected, key))
         return values
 
 
@@ -242,14 +242,14 @@ def _scalar(text: str, kinds: Sequence[Any]) -> Any:
     return text if isinstance(value, bool) and wants_number else value
 
 
-def _kinds(wanted: Any) -> list[Any]:
+def _kinds(expected: Any) -> list[Any]:
     """Return the types that a key may have, from unions and annotations."""
-    origin = get_origin(wanted)
+    origin = get_origin(expected)
     if origin is Annotated:
-        return _kinds(get_args(wanted)[0])
+        return _kinds(get_args(expected)[0])
     if origin in (Union, UnionType):
-        return [kind for arg in get_args(wanted) for kind in _kinds(arg)]
-    return [wanted]
+        return [kind for arg in get_args(expected) for kind in _kinds(arg)]
+    return [expected]
 
 
 def _takes_text(kinds: Sequence[Any]) -> bool:
@@ -268,8 +268,8 @@ def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _type_of_item(wanted: Any, number: int) -> Any:
-    for kind in _kinds(wanted):
+def _type_of_item(expected: Any, number: int) -> Any:
+    for kind in _kinds(expected):
         arguments = get_args(kind)
         if get_origin(kind) is list and arguments:
             return arguments[0]
@@ -278,8 +278,8 @@ def _type_of_item(wanted: Any, number: int) -> Any:
     return Any
 
 
-def _type_of_key(wanted: Any, key: str) -> Any:
-    for kind in _kinds(wanted):
+def _type_of_key(expected: Any, key: str) -> Any:
+    for kind in _kinds(expected):
         if _is_model(kind):
             field = cast("type[BaseModel]", kind).model_fields.get(key)
             return Any if field is None else field.annotation
@@ -310,7 +310,7 @@ def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str,
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
-            f"there is no configuration file {str(file)!r}",
+            f"the configuration file {str(file)!r} does not exist",
             hint="give the path of a YAML file; examples/ has one for each game",
         )
     try:
@@ -443,7 +443,7 @@ def _refuse_strange(values: dict[str, Any]) -> None:
                 f"the configuration holds more than {MAX_VALUES:,} values or {MAX_DEPTH} levels"
             )
         prefix = f"{where}." if where else ""
-        left += [(f"{prefix}{str(key)[:64]}"[:256], depth + 1, one) for key, one in inner]
+        left += [(f"{prefix}{str(key)[:64]}"[:256], depth + 1, item) for key, item in inner]
 
 
 def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str) -> None:

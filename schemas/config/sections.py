@@ -97,11 +97,11 @@ class Section(BaseModel):
         for name in self.model_fields_set:
             rule = self._unmet(name)
             if rule is not None:
-                wanted = " or ".join(repr(value) for value in rule["values"])
+                values = " or ".join(repr(value) for value in rule["values"])
                 raise ValueError(
                     f"{name} has no effect while {rule['key']} is "
                     f"{getattr(self, rule['key'])!r}: remove it, or set {rule['key']}"
-                    + (f" to {wanted}" if wanted else "")
+                    + (f" to {values}" if values else "")
                 )
         return self
 
@@ -247,32 +247,32 @@ class LearnerConfig(Section):
     num_minibatches: int = Field(default=1, ge=1)
     """Optimiser updates per batch and version, each on a part of it."""
     ppo_epochs: int = Field(default=1, ge=1, le=64)
-    """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
-    those to the policy before the first."""
+    """Passes over a batch, with `num_minibatches` updates each; ratios and clips are relative to
+    the policy before the first."""
     dtype: Dtype = "auto"
     """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a
     GPU, float32 on CPUs."""
     publish_dtype: Dtype = "auto"
     """Dtype of the weights that generators get. auto: that of `generator.dtype`."""
     deterministic: bool = False
-    """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a
-    GPU: slower. On CPUs results are the same bits anyway."""
+    """Use deterministic CUDA kernels only, so that `tinkermq replay` arrives at the same bits on a
+    GPU: slower. On CPUs results always have the same bits."""
     max_row_tokens: int = Field(default=4096, ge=16)
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
     """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is
     estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool = True
-    """Compute what sequences begin with in common once: a system prompt, a group's prompt, answers
-    that begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a
-    multiple of the longest episode (same result)."""
+    """Compute common beginnings of sequences once: a system prompt, a group's prompt, answers that
+    begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a multiple
+    of the longest episode (same result)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated
     to hold few tokens otherwise; not on a CPU."""
     offload_activations: bool | Literal["auto"] = "auto"
     """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU
-    holds those of one layer, and each takes its way over PCIe twice. auto: where the GPU is
-    estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
+    holds those of one layer, and each crosses PCIe twice. auto: where the GPU is estimated to hold
+    no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
     compile: bool = False
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
     rounding. Needs a C++ compiler."""
@@ -283,23 +283,23 @@ class LearnerConfig(Section):
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens per forward and backward pass; where nothing was chosen, a CPU's default."""
-        given = self.microbatch_tokens
-        return max(_PASS_TOKENS, self.max_row_tokens) if given == "auto" else given
+        """Tokens per forward and backward pass; a CPU's default while it is `auto`."""
+        tokens = self.microbatch_tokens
+        return max(_PASS_TOKENS, self.max_row_tokens) if tokens == "auto" else tokens
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed; where nothing was chosen, they are not."""
+        """Whether activations are recomputed; not while it is `auto`."""
         return self.gradient_checkpointing is True or self.offloads
 
     @property
     def offloads(self) -> bool:
-        """Whether the inputs of layers leave the GPU; where nothing was chosen, they do not."""
+        """Whether the inputs of layers leave the GPU; not while it is `auto`."""
         return self.offload_activations is True
 
     @property
     def settings(self) -> dict[str, int | bool | str]:
-        """The keys that may be `auto`, as they are."""
+        """The values of the keys that may be `auto`."""
         names = ("microbatch_tokens", "gradient_checkpointing", "offload_activations")
         return {name: getattr(self, name) for name in names}
 
@@ -445,7 +445,7 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         default=60.0, gt=0, le=86_400, json_schema_extra=when("source", "function", *_REMOTE)
     )
-    """Time limit of one reward, with all tries."""
+    """Time limit of one reward, including all tries."""
     tries: int = Field(default=4, ge=1, le=100, json_schema_extra=when("source", *_REMOTE))
     """Tries while endpoint or judge is unreachable, busy or slow."""
     max_requests: int = Field(
@@ -473,9 +473,9 @@ def check_judge_prompt(reward: RewardConfig) -> None:
     names_form = "form" in string.Template(prompt).get_identifiers()
     if not names_form and "score:" not in prompt.lower():
         raise ConfigError(
-            f"env.reward.judge_prompt does not say how the judge is to answer: {prompt[-100:]!r}",
-            hint="a score is read from a last line `Score: N` and nothing else: end the prompt "
-            "with $form, which stands for the sentence that demands it, or demand it yourself",
+            f"env.reward.judge_prompt does not demand a score: {prompt[-100:]!r}",
+            hint="the score is read from a last line `Score: N` only: end the prompt with $form, "
+            "the sentence that demands it, or demand it in your own words",
         )
 
 
@@ -517,7 +517,7 @@ def model_paths(job: "JobConfig") -> dict[str, str]:
         "critic.path": job.critic.path,
         **{f"policies.{role}": path for role, path in job.policies.items()},
         "algorithm.reference.path": job.algorithm.reference.path,
-        **{f"algorithm.teacher.{one}": it for one, it in job.algorithm.loaded_teachers.items()},
+        **{f"algorithm.teacher.{name}": it for name, it in job.algorithm.loaded_teachers.items()},
     }
     return {key: path for key, path in named.items() if path is not None}
 

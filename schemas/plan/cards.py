@@ -142,8 +142,8 @@ def _find(text: str, memory_bytes: int, cut_from: GpuCard | None) -> GpuCard | N
     """Return the whole card that a name in small letters contains, else that of a slice."""
     words = text.split()
 
-    def has(*wanted: str) -> bool:
-        return any(word.startswith(wanted) for word in words)
+    def has(*prefixes: str) -> bool:
+        return any(word.startswith(prefixes) for word in words)
 
     if has("a100", "a800"):
         is_small = "40gb" in text or 0 < memory_bytes < _LEAST_A100_80GB

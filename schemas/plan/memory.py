@@ -300,16 +300,16 @@ def _activations(load: LearnerLoad) -> int:
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     layer = layer_bytes_per_token(load)
     stream = load.compute_bytes * shape.hidden
-    kept = shape.layers * (stream if load.checkpointing else layer)
+    held = shape.layers * (stream if load.checkpointing else layer)
     if load.offload_activations:  # of the layer that computes, and of the one that is copied
-        kept = min(kept, _INPUTS_ON_CARD * stream)
+        held = min(held, _INPUTS_ON_CARD * stream)
     final = 3 * 4 * shape.hidden
     rows = load.microbatch_tokens // max(1, load.row_tokens)
     mask = rows * load.row_tokens**2 * (1 + load.compute_bytes) if load.dense_mask else 0
     again = 0
     if load.checkpointing:  # a layer is computed again when the logits are gone
         again = max(0, tokens * layer - _logits(load) - _head_gradient(load))
-    return tokens * (kept + final) + mask + again
+    return tokens * (held + final) + mask + again
 
 
 def layer_bytes_per_token(load: LearnerLoad) -> int:
@@ -342,13 +342,13 @@ def _images(load: LearnerLoad) -> int:
         return 0
     patches = load.image_tokens * vision.merge
     layer = _vision_layer_bytes(vision, c)
-    kept = vision.layers * (c * vision.hidden if load.checkpointing else layer)
+    held = vision.layers * (c * vision.hidden if load.checkpointing else layer)
     pixels = vision.pixels * (4 if c == 4 else 4 + c)
     merger = (_norm_bytes(vision, c) + 2 * c) * vision.hidden + c * vision.outputs // vision.merge
     again = 0
     if load.checkpointing:  # its layers are computed again when those of the decoder are gone
         again = max(0, patches * layer - _activations(load) - _logits(load))
-    return patches * (kept + pixels + merger) + again
+    return patches * (held + pixels + merger) + again
 
 
 def _norm_bytes(vision: VisionShape, c: int) -> int:

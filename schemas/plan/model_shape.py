@@ -297,9 +297,9 @@ def find_shape(path: str) -> ModelShape | None:
     None for one that is not known here. Raises ModelError for a config.json that describes no
     decoder.
     """
-    found = _find_config(path)
-    if found is not None:
-        config, place = found
+    match = _find_config(path)
+    if match is not None:
+        config, place = match
         return with_counted_weights(shape_of(config), place)
     base = _base_of(path)
     if base is not None:
@@ -310,11 +310,11 @@ def find_shape(path: str) -> ModelShape | None:
 
 def find_max_positions(path: str) -> int:
     """Return the longest sequence of a model whose config.json is here; 0: it is not known."""
-    found = _find_config(path)
-    if found is None:
+    match = _find_config(path)
+    if match is None:
         base = _base_of(path)
         return 0 if base is None else find_max_positions(base)
-    return count_positions(found[0])
+    return count_positions(match[0])
 
 
 def count_positions(config: Mapping[str, Any]) -> int:
@@ -380,7 +380,7 @@ def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> Non
 
 
 def _find_config(path: str) -> tuple[dict[str, Any], Path] | None:
-    """Return a model's config.json and the folder that holds it; None: there is none here."""
+    """Return a model's config.json and the folder that holds it; None if it is not here."""
     for place in (_folder_of(path), *_cached(path)):
         config = _read(place / _CONFIG)
         if config is not None:
@@ -423,8 +423,8 @@ def _cached(path: str) -> list[Path]:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     snapshots = cache / f"models--{path.replace('/', '--')}" / "snapshots"
-    found = snapshots.glob("*") if snapshots.is_dir() else ()
-    return sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)
+    match = snapshots.glob("*") if snapshots.is_dir() else ()
+    return sorted(match, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
 def _published(kind: str, tied: bool, vocab: int, sizes: str, head_size: int = 0) -> dict[str, Any]:

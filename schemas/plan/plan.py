@@ -182,14 +182,17 @@ def read_efficiencies(path: str | Path) -> Efficiencies:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the report {path} cannot be read: {error}", hint=hint) from error
-    found = cast("dict[str, Any]", report).get("efficiencies") if isinstance(report, dict) else None
-    if not isinstance(found, Mapping):
+    fields = cast("dict[str, Any]", report) if isinstance(report, dict) else {}
+    entries = fields.get("efficiencies")
+    if not isinstance(entries, Mapping):
         raise ConfigError(f"the report {path} has no efficiencies", hint=hint)
-    values = {name: value for name, value in cast("dict[str, Any]", found).items() if name in names}
+    values = {
+        name: value for name, value in cast("dict[str, Any]", entries).items() if name in names
+    }
     wrong = [name for name, value in values.items() if not _is_positive(value)]
     if wrong or not values:
         raise ConfigError(
-            f"the report {path}: efficiencies {wrong or 'without a known name'} are no positive "
+            f"the report {path}: efficiencies {wrong or 'without a known name'} must be positive "
             "numbers",
             hint=hint,
         )

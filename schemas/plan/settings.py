@@ -90,9 +90,9 @@ def find_models(job: JobConfig) -> JobModels | None:
 
 
 def _shapes(paths: Iterable[str]) -> tuple[model_shape.ModelShape, ...] | None:
-    found = [model_shape.find_shape(path) for path in paths]
-    known = tuple(shape for shape in found if shape is not None)
-    return known if len(known) == len(found) else None
+    shapes = [model_shape.find_shape(path) for path in paths]
+    known = tuple(shape for shape in shapes if shape is not None)
+    return known if len(known) == len(shapes) else None
 
 
 def refuse_long_contexts(job: JobConfig) -> None:
@@ -150,9 +150,9 @@ def choose_learner_settings(
     is `shared` with an engine activations and logits take a quarter at most.
     """
     learner = job.learner
-    given = learner.microbatch_tokens
+    configured = learner.microbatch_tokens
     sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
-    sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
+    sizes = [*sizes, learner.max_row_tokens] if configured == "auto" else [configured]
     ways = _ways_of_activations(job)
     usable = _CHOSEN_SHARE * memory.usable_bytes(card.memory_bytes)
     for way in ways:
@@ -302,7 +302,7 @@ class GpuUse:
     """How learner and engine share a card."""
 
     memory_share: float | None
-    """Of the card, for the engine; None: there is no GPU."""
+    """Share of the card for the engine; None: without a GPU."""
     sleeps: bool
     """Whether the engine frees it while the learner trains."""
 

@@ -8,14 +8,14 @@ from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 
 def _checker(dtype: str, ndim: int) -> PlainValidator:
-    wanted = np.dtype(dtype)
+    target = np.dtype(dtype)
 
     def check(value: Any) -> NDArray[Any]:
         if not isinstance(value, np.ndarray):
-            raise ValueError(f"must be an array of {wanted}, is a {type(value).__name__}")
+            raise ValueError(f"must be an array of {target}, is a {type(value).__name__}")
         array = cast("NDArray[Any]", value)
-        if array.dtype != wanted:
-            raise ValueError(f"must be an array of {wanted}, is one of {array.dtype}")
+        if array.dtype != target:
+            raise ValueError(f"must be an array of {target}, is one of {array.dtype}")
         if array.ndim != ndim:
             raise ValueError(f"must have {ndim} dimension(s), has {array.ndim}")
         return array

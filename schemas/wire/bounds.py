@@ -65,13 +65,13 @@ def _bounded(schema: dict[str, Any], *, is_outer: bool) -> dict[str, Any]:
 def _inside(value: Any, *, is_outer: bool) -> Any:
     """Bound the schemas within a schema: one, a list, or a map by name."""
     if isinstance(value, list):
-        return [_inside(one, is_outer=is_outer) for one in cast("list[Any]", value)]
+        return [_inside(item, is_outer=is_outer) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     part = cast("dict[str, Any]", value)
     if isinstance(part.get("type"), str):
         return _bounded(part, is_outer=is_outer)
-    return {name: _inside(one, is_outer=is_outer) for name, one in part.items()}
+    return {name: _inside(item, is_outer=is_outer) for name, item in part.items()}
 
 
 def check_tree(value: Any) -> Any:
@@ -79,16 +79,16 @@ def check_tree(value: Any) -> Any:
     left: list[tuple[Any, int]] = [(value, 0)]
     num_values = num_chars = 0
     while left:
-        one, depth = left.pop()
+        item, depth = left.pop()
         num_values += 1
-        if isinstance(one, str | bytes):
-            num_chars += len(one)
-        elif isinstance(one, dict):
-            tree = cast("dict[Any, Any]", one)
+        if isinstance(item, str | bytes):
+            num_chars += len(item)
+        elif isinstance(item, dict):
+            tree = cast("dict[Any, Any]", item)
             num_chars += sum(len(key) for key in tree if isinstance(key, str | bytes))
             left += [(inner, depth + 1) for inner in tree.values()]
-        elif isinstance(one, list | tuple):
-            left += [(inner, depth + 1) for inner in cast("list[Any]", one)]
+        elif isinstance(item, list | tuple):
+            left += [(inner, depth + 1) for inner in cast("list[Any]", item)]
         for what, number, most in (
             ("values", num_values + len(left), MAX_TREE_VALUES),
             ("characters", num_chars, MAX_TREE_CHARS),

@@ -118,8 +118,8 @@ def too_large(num_bytes: int, max_bytes: int) -> MessageError:
 
 
 def _pack_other(plain: Callable[[Any], Any] | None, value: Any) -> Any:
-    if plain is not None and (found := plain(value)) is not value:
-        return found
+    if plain is not None and (replaced := plain(value)) is not value:
+        return replaced
     if "numpy" not in sys.modules:  # then it cannot be an array
         raise TypeError(f"{type(value).__name__} has no msgpack form")
     return _arrays()[0](value)

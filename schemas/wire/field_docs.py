@@ -25,9 +25,9 @@ _PARSING = threading.Lock()
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
     """Return the text of each field of a model, inherited ones included, by name."""
     texts: dict[str, str] = {}
-    for one in reversed(model.__mro__):
-        if issubclass(one, BaseModel) and one is not BaseModel:
-            texts.update(_texts(one))
+    for base in reversed(model.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            texts.update(_texts(base))
     return {name: texts.get(name, "") for name in model.model_fields}
 
 

@@ -158,7 +158,7 @@ def words_of(error: BaseException) -> str:
     words = f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")
     if isinstance(error, BaseExceptionGroup):
         inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        words += f": {'; '.join(words_of(one) for one in inner)}"
+        words += f": {'; '.join(words_of(item) for item in inner)}"
     return clean_text(words)
 
 
@@ -180,7 +180,7 @@ def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
         ]
     if isinstance(error, BaseExceptionGroup):
         inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        lines += [f"\n{lines_of(one, skip)}\n" for one in inner]
+        lines += [f"\n{lines_of(item, skip)}\n" for item in inner]
     return clean_text("".join(lines).rstrip(), 3 * _MOST_CHARS, keep_end=True)
 
 
@@ -233,11 +233,11 @@ def _leaves(group: "BaseExceptionGroup[BaseException]") -> list[BaseException]:
     leaves: list[BaseException] = []
     waiting: list[BaseException] = [group]
     while waiting and len(leaves) < _NUM_INNER:
-        one = waiting.pop(0)
-        if isinstance(one, BaseExceptionGroup):
-            waiting[:0] = cast("BaseExceptionGroup[BaseException]", one).exceptions
+        item = waiting.pop(0)
+        if isinstance(item, BaseExceptionGroup):
+            waiting[:0] = cast("BaseExceptionGroup[BaseException]", item).exceptions
         else:
-            leaves.append(one)
+            leaves.append(item)
     return leaves
 
 
@@ -314,17 +314,17 @@ def _check_shape(plain: Any, name: str) -> None:
     level, depth, count = [plain], 0, 0
     while level:
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                values = cast("dict[Any, Any]", one)
+        for item in level:
+            if isinstance(item, dict):
+                values = cast("dict[Any, Any]", item)
                 if not all(type(key) is str for key in values):
                     _find_culprit(plain, name, ())
                 inner += values.values()
-            elif isinstance(one, list):
-                inner += cast("list[Any]", one)
-            elif type(one) not in _PLAIN and not _is_array(one):
+            elif isinstance(item, list):
+                inner += cast("list[Any]", item)
+            elif type(item) not in _PLAIN and not _is_array(item):
                 _find_culprit(plain, name, ())
-        level = [one for one in inner if type(one) not in _PLAIN]
+        level = [item for item in inner if type(item) not in _PLAIN]
         depth, count = depth + 1, count + len(level)
         if depth > MAX_DEPTH:
             raise _too_deep(name)
@@ -339,7 +339,7 @@ def _find_culprit(value: Any, name: str, within: tuple[Any, ...]) -> None:
     """Raise MessageError for the first item that cannot travel."""
     if len(within) > MAX_DEPTH:
         raise _too_deep(name)
-    if any(value is one for one in within):
+    if any(value is item for item in within):
         raise MessageError(f"{name} holds itself", hint="return a value without such a loop")
     inside: tuple[Any, ...] = (*within, value)
     if isinstance(value, dict):

@@ -32,12 +32,12 @@ def is_traceparent(value: str) -> bool:
 
 
 def trace_of(traceparent: str) -> str:
-    """Return the trace id, 32 hexadecimal digits; empty if it is no `traceparent`."""
+    """Return the trace id, 32 hexadecimal digits; empty if it is not a `traceparent`."""
     return traceparent[3:35] if is_traceparent(traceparent) else ""
 
 
 def span_of(traceparent: str) -> str:
-    """Return the span id, 16 hexadecimal digits; empty if it is no `traceparent`."""
+    """Return the span id, 16 hexadecimal digits; empty if it is not a `traceparent`."""
     return traceparent[36:52] if is_traceparent(traceparent) else ""
 
 

@@ -274,7 +274,7 @@ async def test_an_interrupt_leaves_nothing_behind(
 def test_a_cut_gguf_file_is_named(gguf_file: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(gguf_file.read_bytes()[: gguf_file.stat().st_size // 2])
-    with pytest.raises(ModelError, match=r"cut.gguf is no whole GGUF file"):
+    with pytest.raises(ModelError, match=r"cut.gguf is not a complete GGUF file"):
         get_model.get(str(cut), tmp_path / "model", "float32")
 
 

@@ -368,7 +368,7 @@ async def test_without_a_scheduler_a_change_says_so(own_broker: Broker, cli: Cli
 # -- `tinkermq ps` names an actor that fails again and again ---------------------------------------
 
 
-TROUBLE = "learner failed 2 times with no work done: deadline: too late"
+TROUBLE = "learner failed 2 times without finishing any work: deadline: too late"
 
 
 def _row(**changes: Any) -> dict[str, Any]:
@@ -500,7 +500,7 @@ def test_a_broker_that_came_back_empty_is_told_with_the_nodes_that_saw_it(names:
     found = _found(*nodes)["store"]
     assert not found.ok
     assert "came back empty" in found.detail
-    assert [one for one in ("a", "b") if f"{one} has found at 2001" in found.detail] == names
+    assert [one for one in ("a", "b") if f"{one} found at 2001" in found.detail] == names
     assert "tinkermq restore" in found.hint
 
 

@@ -374,10 +374,14 @@ def test_drawn_points_are_the_same_each_time_and_within_their_ranges() -> None:
     ("overrides", "runs", "said"),
     [
         (["a=1"], None, "nothing varies"),
-        (["a=1..2"], None, "a is a range: of how many runs"),
+        (["a=1..2"], None, "a is a range, which needs a number of runs"),
         (["a=2..1"], 3, "ends before it begins"),
-        (["a=1..2"], 1001, "a sweep of 1,001 runs"),
-        (["a=" + ",".join("12345678"), "b=" + ",".join("x" * 200)], None, "a sweep of 1,600 runs"),
+        (["a=1..2"], 1001, "1 to 1,000 runs, not 1,001"),
+        (
+            ["a=" + ",".join("12345678"), "b=" + ",".join("x" * 200)],
+            None,
+            "1 to 1,000 runs, not 1,600",
+        ),
     ],
 )
 def test_what_cannot_be_swept_is_refused(overrides: list[str], runs: int | None, said: str) -> None:

@@ -51,7 +51,7 @@ def test_its_mode_chooses_the_tracker(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("WANDB_BASE_URL", "https://wandb.lab", "have it set in the environment of the nodes"),
+        ("WANDB_BASE_URL", "https://wandb.lab", "set it in the environment of the nodes"),
         ("WANDB_MODE", "shared", "set online, offline or disabled"),
     ],
 )

@@ -532,7 +532,7 @@ def test_the_field_that_is_refused_is_read_where_apis_write_it(answer, field):
 
 def test_a_prompt_that_does_not_demand_the_form_is_refused_at_submission():
     for prompt in ("Grade $answer from 0 to $scale.", "Give a score", "$formal"):
-        with pytest.raises(ConfigError, match="does not say how the judge is to answer"):
+        with pytest.raises(ConfigError, match="does not demand a score"):
             check_judge_prompt(RewardConfig(source="judge", judge="x", judge_prompt=prompt))
     for prompt in ("Grade $answer. $form", "… ${form}", "End with a line `Score: N`.", None):
         check_judge_prompt(RewardConfig(source="judge", judge="x", judge_prompt=prompt))

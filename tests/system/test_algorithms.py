@@ -67,7 +67,7 @@ async def test_a_component_that_the_game_does_not_tell_is_named(stack: Stack, mo
     env = {"game": "tests.support.games:ScoredBandit", "num_val": 0}
     job = await stack.submit(small_job(model, env=env, algorithm=algorithm))
     failed = await job.until("FAILED")
-    assert "algorithm.reward_components.format: the game told None" in failed.reason
+    assert "algorithm.reward_components.format: the game's `info` has None" in failed.reason
 
 
 # -- Runs whose teacher is elsewhere: a job that serves, and an API that is away for a while -------

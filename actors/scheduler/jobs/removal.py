@@ -1,7 +1,7 @@
-"""Remove what ended jobs have left: everything, or what need not stay at hand.
+"""Archive or delete the data of ended jobs.
 
-The job's record says what is to be done, and the record changes last: after a crash the next
-scheduler continues, and every part may be done twice.
+The job's record holds the request, and is changed last: after a crash the next scheduler continues,
+and every part may be repeated.
 """
 
 import asyncio
@@ -60,10 +60,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Tidier:
-    """Finds what is beyond the bounds, some jobs at a time."""
+    """Marks ended jobs beyond the bounds for archiving, some jobs at a time."""
 
     def __init__(self, jobs: JobStore, view: JobsView, keeping: RetentionLimits) -> None:
-        """Let `keeping` say how much stays."""
+        """`keeping` bounds the jobs that are not archived."""
         self._jobs = jobs
         self._view = view
         self._keeping = keeping
@@ -71,7 +71,7 @@ class Tidier:
         self._not_before: dict[str, float] = {}
 
     def mark_old(self, group: asyncio.TaskGroup) -> None:
-        """Mark what is to be archived, in a task of `group`."""
+        """Mark jobs for archiving, in a task of `group`."""
         if self._task is not None and not self._task.done():
             return
         result = list(self._candidates())
@@ -79,7 +79,7 @@ class Tidier:
             self._task = group.create_task(self._mark(result), name="jobs to archive")
 
     def _candidates(self) -> Iterator[JobRecord]:
-        """Yield the next jobs to archive; those that are being archived count as gone."""
+        """Yield the next jobs to archive; those that are being archived count as archived."""
         left = _MOST - self._view.num_removals
         if left <= 0:
             return
@@ -106,12 +106,12 @@ class Tidier:
             try:
                 async with self._view.lock(record.user):
                     await self._jobs.update(record, _marked)
-            except TinkermqError as error:  # another writer was first, or the broker is away
+            except TinkermqError as error:  # another writer was first, or the broker is unreachable
                 _log.info("tidying_waits", job=record.job, error=error.message)
 
 
 def _may_go(record: JobRecord) -> bool:
-    """Return whether a job that has ended needs nothing any more of what an archive puts away.
+    """Return whether an ended job no longer needs the data that is archived.
 
     A service for the Tinker API stays: its record counts its users' tokens.
     """
@@ -140,7 +140,7 @@ class Remover:
     def __init__(
         self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: RetentionLimits
     ) -> None:
-        """Do nothing yet; `keeping` says how many jobs that have ended stay as they are."""
+        """`keeping` bounds the ended jobs that are not archived."""
         self._tidier = Tidier(jobs, view, keeping)
         self._broker = broker
         self._jobs = jobs
@@ -150,7 +150,7 @@ class Remover:
         self._not_before: dict[str, float] = {}
 
     def start_removals(self, group: asyncio.TaskGroup) -> None:
-        """Begin what is to be done, in tasks of `group`."""
+        """Start due removals, in tasks of `group`."""
         self._tidier.mark_old(group)
         for record in self._view.removals():
             key = key_of(record)
@@ -165,7 +165,7 @@ class Remover:
         self._not_before.pop(key, None)
         try:
             await self._carry_out(record)
-        except (ConflictError, NotFoundError, MessageError) as error:  # the next look decides
+        except (ConflictError, NotFoundError, MessageError) as error:  # the next turn decides
             _log.info("removal_again", job=record.job, error=error.message)
         except (TinkermqError, OSError, TimeoutError) as error:
             _log.warning("removal_waits", job=record.job, what=record.removal, error=str(error))
@@ -202,7 +202,7 @@ class Remover:
         await self._drop_keys(record.scope)
         if record.run_dir:
             for node in self._pool.nodes():  # one by one: they may share the disk
-                await self._ask(node, record)
+                await self._request_removal(node, record)
             if await self._is_still(record):
                 await asyncio.to_thread(remove_run_folder, record.run_dir, record.job)
                 await asyncio.to_thread(drop_archive, record.run_dir, record.job)
@@ -210,8 +210,8 @@ class Remover:
             await _free_stored(record)
         await self._jobs.remove(record)
 
-    async def _ask(self, node: NodeStatus, record: JobRecord) -> None:
-        """Have a node remove its copy of a run folder; one that has left has none any more."""
+    async def _request_removal(self, node: NodeStatus, record: JobRecord) -> None:
+        """Have a node remove its copy of a run folder; a node that has left is skipped."""
         await call(
             self._broker,
             node_subject(node.node, "remove"),
@@ -247,7 +247,7 @@ class Remover:
         if record.has_streams:
             place = (record.run_dir, record.job)
             if not await asyncio.to_thread(is_archive, *place, record.archive_digest):
-                await self._refuse(record, f"{archive_of(*place)} is not what the scheduler wrote")
+                await self._refuse(record, f"{archive_of(*place)} differs from what was written")
                 return
             await restore_streams(self._broker, kept_streams(record), archive_of(*place))
         back: dict[str, object] = {"removal": "no", "archived": None, "brought_back": time.time()}
@@ -278,7 +278,7 @@ class Remover:
         await asyncio.to_thread(remove_weights, record.run_dir, folder, record.scope, collected)
 
     async def _drop_keys(self, scope: JobScope, *, evaluations: bool = True) -> None:
-        """Remove what the shared buckets hold of the job, but its record."""
+        """Remove the job's entries in shared buckets, except its record."""
         await Bucket(self._broker, BUCKET_SECRETS, SealedSecrets).purge(scope.key)
         heartbeats = Bucket(self._broker, BUCKET_ACTORS, Presence)
         for key in await heartbeats.keys(scope.key):
@@ -290,7 +290,7 @@ class Remover:
 
 
 async def _free_stored(record: JobRecord) -> None:
-    """Free what a job has in its store; one that refuses this scheduler keeps it."""
+    """Remove a job's data from its store, unless the store refuses this scheduler."""
     try:
         await asyncio.to_thread(free_stored, record)
     except StorageError as error:
@@ -300,14 +300,14 @@ async def _free_stored(record: JobRecord) -> None:
 
 
 def _kept_names(scope: JobScope) -> list[str]:
-    """Return the streams that an archive keeps: what was trained, and events."""
+    """Return the streams that an archive keeps: the trained groups, and events."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
     streams = [scope.stream_dead, scope.stream_feed]
     return [scope.stream_rollout, scope.stream_batch, *streams, checkpoints]
 
 
 def kept_streams(record: JobRecord) -> list[StreamConfig]:
-    """Return the streams that are brought back, as such streams are made; no file has a say."""
+    """Return the streams to restore, with settings of new streams rather than of a file."""
     every = job_streams(record.scope, LimitsConfig(), WEIGHTS_BYTES)
     names = _kept_names(record.scope)
     return [config for config in every if config["name"] in names]

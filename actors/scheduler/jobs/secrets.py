@@ -1,8 +1,8 @@
 """The secrets of jobs: kept sealed, opened for the process that needs them, removed at the end.
 
-The key follows from the scheduler's credentials, so every scheduler of a pool with users has the
-same. Without credentials it is made at start and kept in memory: after a restart of such a
-scheduler what was sealed before cannot be opened any more.
+The key is derived from the scheduler's credentials, so every scheduler of a pool with users has the
+same. Without credentials it is created at start and kept in memory: after a restart, such a
+scheduler cannot open earlier secrets.
 """
 
 import contextlib
@@ -36,27 +36,27 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class SecretStore:
-    """Keeps what users hand over with their jobs."""
+    """Keeps the secrets that users submit with their jobs."""
 
     def __init__(self, broker: Broker, view: JobsView) -> None:
-        """Open nothing yet."""
+        """Derive or create the key."""
         self._bucket = Bucket(broker, BUCKET_SECRETS, SealedSecrets)
         self._view = view
         self._seal = Seal(broker.derived_key(_PURPOSE) or _unsaved)
 
     @property
     def key(self) -> SealingKey:
-        """What clients seal to."""
+        """The key to which clients seal."""
         return SealingKey(public=self._seal.public)
 
     def names(self, user: str, sealed: bytes) -> list[SecretName]:
-        """Return what a user has sealed, by name; raises AuthError for what cannot be opened."""
+        """Return a user's opened secrets, by name; raises AuthError if they cannot be opened."""
         return sorted(self._seal.open(sealed, user).values) if sealed else []
 
     async def add_sealed(self, scope: JobScope, sealed: bytes) -> list[SecretName]:
         """Keep a user's sealed secrets beside earlier ones; return all names.
 
-        Raises AuthError for what cannot be opened.
+        Raises AuthError if they cannot be opened.
         """
         fresh = self._seal.open(sealed, scope.user)
         values: dict[SecretName, str] = {**await self.values(scope), **fresh.values}
@@ -76,25 +76,25 @@ class SecretStore:
             return {}
 
     async def revision(self, scope: JobScope) -> int:
-        """Return which handing over a job's secrets are of; 0 where there are none."""
+        """Return the revision of a job's secrets; 0 without secrets."""
         entry = await self._bucket.find(scope.key)
         return 0 if entry is None else entry.revision
 
     async def forget(self, scope: JobScope, revision: int | None = None) -> None:
-        """Remove what a job was given; harmless when there is nothing.
+        """Remove the secrets of a job, if it has any.
 
-        With a `revision` it stays if its owner has handed over more since, for the next attempt.
+        With a `revision` they stay if the owner has submitted others since, for the next attempt.
         """
         if revision != 0 and scope.key in await self._bucket.keys(scope.user):
             with contextlib.suppress(ConflictError):
                 await self._bucket.delete(scope.key, revision=revision)
 
     async def left_behind(self) -> list[JobRecord | JobScope]:
-        """Return the jobs that have ended, or are gone, and whose secrets are still kept."""
+        """Return the ended or deleted jobs whose secrets are still kept."""
         collected: list[JobRecord | JobScope] = []
         for key in await self._bucket.keys():
             user, _, job = key.partition(".")
-            with contextlib.suppress(MessageError):  # a key that is no job's
+            with contextlib.suppress(MessageError):  # not the key of a job
                 scope = JobScope(user, job)
                 record = self._view.find(user, job)
                 if record is None or is_final(record):
@@ -102,9 +102,9 @@ class SecretStore:
         return collected
 
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
-        """Return a node what a process of a job needs, and no more.
+        """Return to a node the secrets that a process of a job needs.
 
-        Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
+        Raises NotFoundError for an unknown job, AuthError for a process that it does not have.
         """
         record = await self._view.get(request.user, request.job)
         if record.state not in ACTIVE or record.attempt != request.attempt:
@@ -112,5 +112,5 @@ class SecretStore:
         actor = next((item for item in record.actors if item.name == request.actor), None)
         if actor is None or actor.node is None:
             return OpenedSecrets(values={})
-        wanted, values = secrets_of(record, actor), await self.values(record.scope)
-        return OpenedSecrets(values={name: values[name] for name in wanted if name in values})
+        names, values = secrets_of(record, actor), await self.values(record.scope)
+        return OpenedSecrets(values={name: values[name] for name in names if name in values})

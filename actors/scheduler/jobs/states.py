@@ -1,9 +1,8 @@
 """The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
 
-On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
-compute all the time and hold as many slots as their configuration says, or one between them where
-learner and generator share a GPU, and so does an evaluator where there is one; environment hosts
-hold none, so that a laptop with two cores runs a whole job.
+On a node a slot is a GPU or a CPU share. The learner, each generator, each inference server and an
+evaluator hold as many slots as configured, or one in common where learner and generator share a
+GPU; environment hosts hold none, so that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ KINDS = ("train", "sft", "eval", "infer", "tinker")
 
 
 def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
-    """Return the actors of a job, none of them placed yet; the first carries the job.
+    """Return the actors of a job, not placed yet; the first is the main one.
 
     Raises ConfigError for a configuration that does not make a job of this kind.
     """
@@ -47,7 +46,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     if kind == "eval":
         if not config.env.game:
             raise ConfigError(
-                "the configuration names no game to evaluate a model with",
+                "the configuration has no game to evaluate a model with",
                 hint="set env.game, or evaluate the folder like another run: "
                 "`tinkermq eval FOLDER --like RUN`",
             )
@@ -94,7 +93,7 @@ def _learner(config: LearnerConfig) -> list[ActorPlacement]:
 
 
 def vital(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
-    """Return those without whose node the whole job is placed anew: the main one, and its ranks."""
+    """Return the actors whose lost node requeues the whole job: the main one, and its ranks."""
     return [main_actor(actors), *(actor for actor in actors if actor.role == "rank")]
 
 
@@ -102,7 +101,7 @@ def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
     if config.count < 1:
         raise ConfigError(
             "generator.count=0 leaves an inference job without a server",
-            hint="it counts the servers of an inference job: set generator.count=1 or more "
+            hint="it is the number of servers of an inference job: set generator.count=1 or more "
             "(`tinkermq serve --servers 1`)",
         )
     return [_actor("server", f"server-{i}", config.slots) for i in range(config.count)]
@@ -132,14 +131,14 @@ def scaled(
                 continue
             left -= 1
         remaining.append(actor)
-    taken = {actor.name for actor in remaining}
-    free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
+    names = {actor.name for actor in remaining}
+    free = (name for i in range(1 + len(names) + left) if (name := f"{role}-{i}") not in names)
     added = (_actor(role, next(free), slots) for _ in range(left))
     return remaining + [actor.model_copy(update={"added": True}) for actor in added]
 
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
-    """Return the actors as they were before they were given to nodes."""
+    """Return the actors without nodes."""
     return [
         ActorPlacement(
             name=actor.name,
@@ -167,7 +166,7 @@ def slots_of(actors: Sequence[ActorPlacement]) -> int:
 
 
 def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
-    """Return what a node must know to run one actor."""
+    """Return a node's description of an actor to run."""
     threads = {
         "learner": config.learner.threads,
         "rank": config.learner.threads,
@@ -199,9 +198,9 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
 
 
 def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
-    """Return what of its owner's secrets an actor of a job needs.
+    """Return the secrets of its owner that an actor of a job needs.
 
-    A learner with functions of an owner who is no admin has no network, so no use for a key.
+    A learner with functions of an owner who is not an admin has no network, so it needs no key.
     """
     of_it: list[SecretName] = []
     is_cut_off = record.has_own_code and bool(record.output_roots)
@@ -213,14 +212,14 @@ def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
 
 
 def _read_by_own_code(config: JobConfig) -> list[str] | None:
-    """Return what a learner reads that runs functions of its owner; None for one that does not."""
+    """Return the paths that a learner with functions of its owner reads; None without functions."""
     if not config.own_functions:
         return None
     return [*model_paths(config).values(), *config.sft.data]
 
 
 def _shown_to_programs(config: JobConfig) -> list[str] | None:
-    """Return the folders that programs of a job see or are judged by; None for a job of games."""
+    """Return the folders that a job's programs or their rewards read; None for a job of games."""
     agent = config.agent
     tasks = [source.folder for source in config.task_sources if source is not None]
     named = [agent.files, agent.reward_files, *agent.read, *tasks]
@@ -251,8 +250,8 @@ def next_state(
 ) -> Transition | None:
     """Return the state that the job moves to now, or None if it stays.
 
-    `statuses` is what nodes last said, by actor name; what they say of an older attempt is
-    ignored. `silent` are the nodes not heard of for too long.
+    `statuses` are the last ones from nodes, by actor name; those of an older attempt are ignored.
+    `silent` are the nodes that were silent for too long.
     """
     if record.state in FINAL_STATES:
         return None
@@ -267,7 +266,7 @@ def next_state(
     }
     main = main_actor(record.actors)
     return (
-        _lost(record, silent)
+        _lost_node(record, silent)
         or _failed(current)
         or _stopped(record, current.get(main.name))
         or _ended(record, current.get(main.name))
@@ -276,7 +275,7 @@ def next_state(
 
 
 def _waiting(record: JobRecord, max_node_failures: int) -> Transition | None:
-    """Judge a job none of whose actors run."""
+    """Return the transition of a job without running actors."""
     if record.stop != "no":
         return Transition("CANCELLED", "stopped while it waited for a node")
     if record.state == "LOST" and record.losses > max_node_failures:
@@ -286,7 +285,7 @@ def _waiting(record: JobRecord, max_node_failures: int) -> Transition | None:
     return None
 
 
-def _lost(record: JobRecord, silent: frozenset[str]) -> Transition | None:
+def _lost_node(record: JobRecord, silent: frozenset[str]) -> Transition | None:
     for actor in vital(record.actors):
         if actor.node is not None and actor.node in silent:
             reason = f"node {actor.node!r} of the {actor.role} was silent for too long"
@@ -303,7 +302,7 @@ def _failed(statuses: Mapping[str, ActorStatus]) -> Transition | None:
 
 
 def _stopped(record: JobRecord, main: ActorStatus | None) -> Transition | None:
-    """End a job that shall stop while its main actor has no process that could drain."""
+    """End a job that is to stop while its main actor has no process that could drain."""
     if record.stop == "no":
         return None
     if record.stop == "now":
@@ -348,10 +347,10 @@ def _started(record: JobRecord, statuses: Mapping[str, ActorStatus]) -> Transiti
 def with_statuses(
     record: JobRecord, statuses: Mapping[str, ActorStatus], silent: frozenset[str]
 ) -> list[ActorPlacement]:
-    """Return the job's actors with what the nodes said of them entered.
+    """Return the job's actors, updated from the nodes' statuses.
 
-    An actor whose node fell silent has no node any more and is placed again; that of the main one,
-    and of a learner's ranks, makes the whole job LOST (`next_state`).
+    An actor whose node fell silent loses it and is placed again; if the main actor or a learner's
+    rank was there, the whole job becomes LOST (`next_state`).
     """
     return [
         _with_status(record, actor, statuses.get(actor.name), silent) for actor in record.actors
@@ -374,38 +373,38 @@ def _with_status(
 
 
 def _trouble(status: ActorStatus) -> str:
-    """Return what is wrong with an actor: it stands still, or fails without doing any work."""
+    """Return the problem of an actor: it is silent, or fails without finishing any work."""
     if status.silent_s:
         return (
             f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "
-            "hangs, or does not reach the broker; if that lasts, its node starts it again"
+            "hangs, or cannot reach the broker; if that lasts, its node restarts it"
         )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""
     times = "once" if status.fruitless == 1 else f"{status.fruitless} times"
     error = status.error.splitlines()[0] if status.error else "for an unknown reason"
-    return f"{status.name} failed {times} with no work done: {error}"[:MOST_CHARACTERS]
+    return f"{status.name} failed {times} without finishing any work: {error}"[:MOST_CHARACTERS]
 
 
 # -- tokens used at Tinker services, as stored in the service's record -----------------------------
 
 
 def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Return a record with the news of a report; the same one without news."""
+    """Return a record updated from a report; the same object if nothing is new."""
     return _with_sampled(record, usage) if usage.sampler else _with_trained(record, usage)
 
 
 def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Take the larger sums; a trainer that starts again may know less."""
+    """Keep the larger sums; a restarted trainer may know less."""
     known = record.tinker_tokens
     newer = {user: used for user, used in usage.tokens.items() if used > known.get(user, 0)}
     return record.model_copy(update={"tinker_tokens": {**known, **newer}}) if newer else record
 
 
 def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Add what a sampler has computed since its last report; a restarted one begins at 0."""
+    """Add a sampler's tokens since its last report; a restarted sampler begins at 0."""
     last = record.tinker_samplers.get(usage.sampler)
-    if last is not None and last.since > usage.since:  # a later one has its name
+    if last is not None and last.since > usage.since:  # a later sampler has this name
         return record
     counted = last.tokens if last is not None and last.since == usage.since else {}
     newer = {user: used for user, used in usage.tokens.items() if used > counted.get(user, 0)}
@@ -428,9 +427,9 @@ def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
 # and the scheduler's own changes always find room.
 
 USERS_BYTES = BUCKET_BYTES * 3 // 4
-"""Of the bucket of jobs, for the records of users."""
+"""Part of the bucket of jobs for the records of users."""
 ADMINS_BYTES = BUCKET_BYTES * 7 // 8
-"""Of the bucket of jobs, for what admins submit; the rest is for changes of what is there."""
+"""Part of the bucket of jobs for users and admins; the rest is for changes of existing records."""
 _DELETE = "delete old runs (`tinkermq delete`)"
 _WAIT = "wait for the end of others, or stop some (`tinkermq stop`)"
 _ADVICE = {
@@ -447,7 +446,7 @@ _ADVICE = {
 
 
 def reserved_bytes(config: JobConfig) -> int:
-    """Return what the limits of a job let its streams hold."""
+    """Return the bytes that a job's limits allow for its streams."""
     limits = config.limits
     segments = limits.segment_bytes if config.keeps_segments else 0
     checkpoints = limits.checkpoint_bytes if config.storage.url == BROKER else 0
@@ -456,7 +455,7 @@ def reserved_bytes(config: JobConfig) -> int:
 
 
 def stored_bytes(record: JobRecord | None) -> int:
-    """Return what counts of what the streams of a job hold: none before they are made."""
+    """Return the bytes of a job's streams that count in quotas: none before they are created."""
     counts = record is not None and (not is_final(record) or record.has_streams)
     return record.stored_bytes if record is not None and counts else 0
 
@@ -477,7 +476,7 @@ def holdings(records: Iterable[JobRecord], num_bytes: Mapping[str, int]) -> dict
 
 
 def check_room(user: str, quota: Quota, held: Mapping[str, int], **more: int) -> None:
-    """Raise QuotaError if a user who holds that may not hold so much more, by name of the bound."""
+    """Raise QuotaError if a user who holds `held` may not hold `more`, by names of bounds."""
     for name, number in more.items():
         most, has = getattr(quota, name), held.get(name, 0)
         what, advice = _ADVICE[name]
@@ -496,18 +495,17 @@ def check_bucket(total_bytes: int, more: int, *, is_admin: bool) -> None:
     most = ADMINS_BYTES if is_admin else USERS_BYTES
     if total_bytes + more > most:
         raise QuotaError(
-            f"the records of all jobs of the pool take {total_bytes:,} bytes, with this one more "
-            f"than the {most:,} that submissions may take",
-            hint="let everybody delete old runs (`tinkermq delete`); running ones go on and can be "
-            "stopped",
+            f"the records of all jobs of the pool have {total_bytes:,} bytes; with this one they "
+            f"exceed the {most:,} for submissions",
+            hint="delete old runs (`tinkermq delete`); running ones continue and can be stopped",
         )
 
 
 def check_record(record: JobRecord, num_bytes: int) -> None:
-    """Raise QuotaError for a record that is larger than one may be."""
+    """Raise QuotaError for a record over the size limit."""
     if num_bytes > MAX_RECORD_BYTES:
         raise QuotaError(
-            f"the record of job {record.name} would have {num_bytes:,} bytes, one may have "
+            f"the record of job {record.name} would have {num_bytes:,} bytes; the limit is "
             f"{MAX_RECORD_BYTES:,}",
             hint="keep the configuration small: name files instead of data; or submit a new job",
         )

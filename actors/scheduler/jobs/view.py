@@ -40,8 +40,8 @@ from .states import (
 )
 
 # -- archived jobs ---------------------------------------------------------------------------------
-# Of each job only what other jobs are checked against stays in memory, a few hundred bytes; its
-# record is read on request. Only the leading scheduler writes there, so what was read stays true.
+# Memory holds a few hundred bytes of each archived job; its record is read on request. Only the
+# leading scheduler writes archived records, so that memory stays correct.
 
 _AT_ONCE = 64
 
@@ -67,7 +67,7 @@ class ArchivedFields(Message):
 
 @dataclass(frozen=True, slots=True)
 class ArchivedJob:
-    """What is kept in memory of an archived job."""
+    """The fields of an archived job that stay in memory."""
 
     job: str
     """Job id."""
@@ -87,7 +87,7 @@ class ArchivedJobs:
     """The archived jobs of all users."""
 
     def __init__(self, broker: Broker) -> None:
-        """Know none yet; `open` reads them."""
+        """Start empty; `open` reads the jobs."""
         self._fields = Bucket(broker, BUCKET_ARCHIVE, ArchivedFields)
         self._records = Bucket(broker, BUCKET_ARCHIVE, JobRecord)
         self._jobs: dict[str, ArchivedJob] = {}
@@ -95,25 +95,25 @@ class ArchivedJobs:
         self._names: dict[tuple[str, str], ArchivedJob] = {}
         self._bytes: dict[str, int] = {}
         self.turns = FairLock()
-        """Of the users whose long lists are made."""
+        """Turns of the users who request long lists."""
 
     async def open(self) -> None:
-        """Read which jobs there are."""
+        """Read the archived jobs."""
         async for entry, num_bytes in self._fields.scan():
             self._add(_kept(entry.value, num_bytes))
 
     def enter(self, record: JobRecord) -> None:
-        """Enter a job whose record has just been put away."""
+        """Enter a job that has just been archived."""
         self._add(_kept(record, len(record.to_bytes())))
 
     def drop(self, job: str) -> None:
-        """Forget a job that was deleted or brought back; harmless when it is not known."""
-        gone = self._jobs.pop(job, None)
-        if gone is not None:
-            del self._of_user[gone.user][job]
-            self._bytes[gone.user] -= gone.num_bytes
-            if self._names.get((gone.user, gone.name)) is gone:
-                del self._names[gone.user, gone.name]
+        """Remove a job that was deleted or restored; an unknown one is ignored."""
+        removed = self._jobs.pop(job, None)
+        if removed is not None:
+            del self._of_user[removed.user][job]
+            self._bytes[removed.user] -= removed.num_bytes
+            if self._names.get((removed.user, removed.name)) is removed:
+                del self._names[removed.user, removed.name]
 
     def _add(self, job: ArchivedJob) -> None:
         self.drop(job.job)
@@ -149,19 +149,19 @@ class ArchivedJobs:
         return None if known is None else await self._read(known)
 
     async def read(self, jobs: Iterable[JobRecord | ArchivedJob], reader: str) -> list[JobRecord]:
-        """Return the records of jobs, those of archived ones read; what is gone is left out.
+        """Return the records of jobs, reading archived ones; deleted jobs are left out.
 
-        Some are read at once, and then it is another `reader`'s turn.
+        Some are read at once, then it is another `reader`'s turn.
         """
-        wanted = list(jobs)
-        archived = [job for job in wanted if isinstance(job, ArchivedJob)]
+        ids = list(jobs)
+        archived = [job for job in ids if isinstance(job, ArchivedJob)]
         read: dict[str, JobRecord | None] = {}
         for first in range(0, len(archived), _AT_ONCE):
             some = archived[first : first + _AT_ONCE]
             async with self.turns.turn(reader):
                 records = await asyncio.gather(*map(self._read, some))
             read.update(zip((job.job for job in some), records, strict=True))
-        matches = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
+        matches = (job if isinstance(job, JobRecord) else read[job.job] for job in ids)
         return [record for record in matches if record is not None]
 
     async def _read(self, job: ArchivedJob) -> JobRecord | None:
@@ -178,12 +178,12 @@ def _kept(job: ArchivedFields | JobRecord, num_bytes: int) -> ArchivedJob:
 
 @dataclass(frozen=True)
 class RetentionLimits:
-    """How many jobs that have ended stay at hand, with their streams at the broker."""
+    """How many ended jobs are not archived, with their streams at the broker."""
 
     of_user: int = 100
-    """Of each user: the newest."""
+    """Newest jobs of each user."""
     of_all: int = 1000
-    """Of all users together: the user with the most gives up the oldest."""
+    """Jobs of all users together: the oldest of the user with the most is archived first."""
 
 
 _Ended = Mapping[str, Mapping[str, float]]
@@ -196,7 +196,7 @@ def beyond(ended: _Ended, keeping: RetentionLimits) -> Iterator[str]:
     oldest: dict[str, Iterator[str]] = {}
     total = sum(counts.values())
     while counts:
-        user = max(counts, key=lambda one: (counts[one], one))
+        user = max(counts, key=lambda item: (counts[item], item))
         if counts[user] <= keeping.of_user and total <= keeping.of_all:
             return
         if user not in oldest:
@@ -217,10 +217,10 @@ PAGE_ARCHIVED = 200
 
 
 class JobsView:
-    """All job records as of the last `refresh`, or newer: what this scheduler writes is entered."""
+    """All job records as of the last `refresh`, with this scheduler's own writes since then."""
 
     def __init__(self, broker: Broker) -> None:
-        """Know nothing yet; `open` and `refresh` change that."""
+        """Start empty; `open` and `refresh` read the records."""
         self._jobs = Mirror(broker, subjects.BUCKET_JOBS, JobRecord)
         self._users = Mirror(broker, subjects.BUCKET_USERS, UserRecord, prefix=USER)
         self.live: dict[str, JobRecord] = {}
@@ -230,7 +230,7 @@ class JobsView:
         self.archive = ArchivedJobs(broker)
         """Jobs that are archived."""
         self.ended: dict[str, dict[str, float]] = {}
-        """By user, the jobs at hand that have ended and when, by key."""
+        """By user, the ended jobs that are not archived, with their ends, by key."""
         self._untold: set[str] = set()
         self._removals: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
@@ -267,7 +267,7 @@ class JobsView:
         await self._users.refresh()
 
     def _gone(self, key: str) -> None:
-        """Forget a job whose record is not there any more."""
+        """Remove a job whose record was deleted."""
         self._untold.discard(key)
         self._removals.discard(key)
         self._forget(key)
@@ -275,8 +275,7 @@ class JobsView:
         self._forget_size(key)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return a lock, so that one request of a user at a time counts and adds to what the user
-        holds."""
+        """Return the lock of a user's requests, so that each counts the holdings of the others."""
         return self._locks.setdefault(user, asyncio.Lock())
 
     def enter_archived(self, record: JobRecord) -> None:
@@ -300,7 +299,7 @@ class JobsView:
             self._places[key] = _place(record)
             size = self._of_user.setdefault(record.user, {})[key] = size_of(record)
             self._num_bytes += size
-            self.archive.drop(record.job)  # where both buckets have it, this one counts
+            self.archive.drop(record.job)  # if both buckets have it, this one counts
         if record.untold and record.has_streams:
             self._untold.add(key)
         else:
@@ -318,7 +317,7 @@ class JobsView:
             self.live[key] = record
 
     def _forget_name(self, key: str) -> None:
-        """Let others have the name that a job had."""
+        """Release the name of a job."""
         named = self._name_of.pop(key, None)
         if named is not None and self._names.get(named) == key:
             del self._names[named]
@@ -343,7 +342,7 @@ class JobsView:
         return None if entry is None else entry.value
 
     async def get(self, user: str, name: str) -> JobRecord:
-        """Return a job of `user`, be it archived; raises NotFoundError."""
+        """Return a job of `user`, archived or not; raises NotFoundError."""
         record = self.find(user, name) or await self.archive.find(user, name)
         if record is None:
             raise NotFoundError(
@@ -353,7 +352,7 @@ class JobsView:
         return record
 
     async def steered(self, user: str, name: str) -> JobRecord:
-        """Return a job that `user` may steer: an own one, for an admin anybody's by its id.
+        """Return a job that `user` may control: an own one, for an admin anyone's by its id.
 
         Raises NotFoundError.
         """
@@ -400,13 +399,14 @@ class JobsView:
     def page(
         self, records: Sequence[JobRecord | ArchivedJob], after: str
     ) -> tuple[list[JobRecord | ArchivedJob], str]:
-        """Return those of the jobs, newest first, that one answer holds, and where to go on.
+        """Return the jobs of one page, newest first, and the start of the next page.
 
-        `after` is what the page before returned, empty at the beginning; so is what ends the list.
+        `after` is the start that the page before returned; empty for the first page. The last page
+        returns an empty one.
         """
         collected: list[JobRecord | ArchivedJob] = []
         num_bytes = num_archived = 0
-        first = bisect_left(records, True, key=lambda one: _place(one) < after) if after else 0
+        first = bisect_left(records, True, key=lambda item: _place(item) < after) if after else 0
         for record in islice(records, first, None):
             num_bytes += self._size(record)
             num_archived += isinstance(record, ArchivedJob)
@@ -439,12 +439,12 @@ class JobsView:
         return [self._jobs.entries[key].value for key in self._untold]
 
     def removals(self) -> list[JobRecord]:
-        """Return the jobs that shall be archived, brought back or deleted."""
+        """Return the jobs to archive, restore or delete."""
         return [self._jobs.entries[key].value for key in sorted(self._removals)]
 
     @property
     def num_removals(self) -> int:
-        """How many these are."""
+        """Number of these jobs."""
         return len(self._removals)
 
     def at(self, key: str) -> JobRecord | None:
@@ -536,9 +536,10 @@ class JobsView:
         return not self.has_users or self.is_admin(user)
 
     def shares(self, aging_s: float) -> UserShares:
-        """Return what each user holds and may hold; who waits ages by a point every `aging_s`.
+        """Return what each user holds and may hold; a waiting job gains a point every `aging_s`.
 
-        What a running job lacks counts as held: another job of its user would take its room else.
+        Missing actors of a running job count as held, so that no other job of its user takes their
+        room.
         """
         users = [entry.value for entry in self._users.entries.values()]
         unknown = Quota() if self.has_users else NO_BOUNDS
@@ -550,7 +551,7 @@ class JobsView:
         return shares
 
     def with_queue_place(self, record: JobRecord) -> JobRecord:
-        """Return a record as its owner sees it: a queued one with its place in the queue."""
+        """Return a record with its place in the queue, if it is queued."""
         if record.state != "QUEUED":
             return record
         place, why = self.waits.get(key_of(record), (0, ""))
@@ -561,7 +562,7 @@ class JobsView:
 
 
 def _place(record: JobRecord | ArchivedJob) -> str:
-    """Return what sorts as the records do: by their time, then by their id."""
+    """Return a key that sorts records by their time, then by their id."""
     return f"{record.created:020.6f} {record.job}"
 
 
@@ -575,8 +576,8 @@ def size_of(record: JobRecord) -> int:
     return len(record.to_bytes())
 
 
-# Unreadable records, and those under a wrong key. Readers skip and log them; `DamageReport` finds
-# them by name. It reads whole buckets, so its result is reused for a while.
+# Unreadable records, and those under a wrong key. Readers skip and log them; `DamageReport` lists
+# them. It reads whole buckets, so its result is reused for a while.
 
 _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
     (subjects.BUCKET_JOBS, JobRecord, ""),
@@ -596,25 +597,25 @@ _MAX_TEXT = 500
 
 
 class DamageReport:
-    """What is damaged, as of some seconds ago."""
+    """The damaged records, as of some seconds ago."""
 
     def __init__(self, broker: Broker) -> None:
-        """Have looked at nothing yet."""
+        """Start without a report."""
         self._broker = broker
-        self._found: list[DamagedRecord] = []
+        self._damaged: list[DamagedRecord] = []
         self._looked = float("-inf")
         self._lock = asyncio.Lock()
 
     async def read(self, user: str = "") -> DamagedRecords:
-        """Return what is damaged among the keys of a user, or in the whole pool."""
+        """Return the damaged records of a user, or of the whole pool."""
         async with self._lock:
             if time.monotonic() - self._looked >= _TOLD_FOR_S:
-                self._found = await self._look()
+                self._damaged = await self._read_all()
                 self._looked = time.monotonic()
-        matches = [item for item in self._found if not user or item.key.startswith(f"{user}.")]
+        matches = [item for item in self._damaged if not user or item.key.startswith(f"{user}.")]
         return DamagedRecords(records=matches[:_MAX_TOLD], total=len(matches))
 
-    async def _look(self) -> list[DamagedRecord]:
+    async def _read_all(self) -> list[DamagedRecord]:
         collected: list[DamagedRecord] = []
         for name, model, prefix in _BUCKETS:
             try:
@@ -637,22 +638,22 @@ class Versions:
     """Reads the heartbeats of learners."""
 
     def __init__(self, broker: Broker, jobs: JobStore) -> None:
-        """Have read none yet."""
+        """Start without heartbeats."""
         self._broker = broker
         self._jobs = jobs
         self._read = float("-inf")
 
     async def refresh(self, active: Sequence[JobRecord]) -> dict[str, Presence] | None:
-        """Enter the versions that these jobs' learners report, now and then.
+        """Enter the versions that these jobs' learners report, every few seconds.
 
-        Returns their heartbeats by the keys of the jobs; None while it is not time to look.
+        Returns their heartbeats by the keys of the jobs; None if it is not due.
         """
         if time.monotonic() - self._read < _EVERY_S:
             return None
         self._read = time.monotonic()
         beats = await asyncio.gather(*map(self._look_at, active))
-        found = zip(active, beats, strict=True)
-        return {key_of(record): beat for record, beat in found if beat is not None}
+        pairs = zip(active, beats, strict=True)
+        return {key_of(record): beat for record, beat in pairs if beat is not None}
 
     async def _look_at(self, record: JobRecord) -> Presence | None:
         entry = await presences(self._broker).find(f"{key_of(record)}.learner")
@@ -668,7 +669,7 @@ class Versions:
 async def last_version(broker: Broker, record: JobRecord) -> int:
     """Return the version at which a job has ended: that of its learner's last report.
 
-    Its heartbeat is gone, and was read every two seconds only.
+    Its heartbeat has expired, and was only read every two seconds.
     """
     if not record.trains:
         return record.version

@@ -1,5 +1,5 @@
-"""Machines of a cluster, which come when the queue needs them and go when nothing does.
+"""Machines of a cluster, requested when the queue needs them and returned when idle.
 
 `source` is the interface to a cluster; `ray`, `kubernetes` and, for SSH and Slurm, `sources`
-implement it. `keeper` decides what to do, and does it.
+implement it. `keeper` decides when to request and return machines.
 """

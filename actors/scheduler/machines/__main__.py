@@ -18,7 +18,7 @@ _POLL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return everything back; return the exit code."""
+    """Return all machines to their cluster; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tinkermq.actors.scheduler.machines")
     parser.add_argument("--nats", required=True, help="URL of the broker, which names the pool")
     parser.add_argument("--machines", required=True, help="where they are from")
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -> None:
-    """Give back what a pool has; raises DeadlineError that names what has not gone.
+    """Return the machines of a pool; raises DeadlineError with those that have not ended.
 
-    Requests that never began are printed and not awaited: Ray drops them.
+    Requests that never started are printed and not awaited: Ray drops them.
     """
     machines = await source.list_machines()
     for machine in machines:
@@ -48,7 +48,7 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
         left = ", ".join(f"{item.name} ({item.id})" for item in machines)
         raise DeadlineError(
             f"machines have not ended after {deadline_s:g} s: {left}",
-            hint="they drain still; the cluster ends them by their ids",
+            hint="they are still draining; end them in the cluster by their ids",
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Request machines from a cluster and release them, as the queue needs them.
 
-Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. Only
-idle times, failures and when nodes were there are remembered, so it may be killed at any time: its
-successor finds all machines in the cluster by their names, and gives those that run time to join.
+Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. It
+only remembers idle times, failures and when nodes were alive, so it may be killed at any time: its
+successor finds all machines in the cluster by their names, and gives running ones time to join.
 Use of the day's budget is stored each turn, per machine.
 
 A node is closed to new actors in one turn and released in the next, if nothing came in between.
@@ -33,7 +33,7 @@ from ..placement import NodeSlots, PlacementRequest, UserShares, place
 from .source import Machine, MachineNames, MachineSource
 
 # How many machines to request and which to release (pure). The queue is placed as if more machines
-# were there; those that it then uses are missing. So quotas, priorities and reserved slots count as
+# existed; those that it then uses are missing. So quotas, priorities and reserved slots count as
 # they do for nodes.
 
 _NEW = "~new-"
@@ -41,25 +41,25 @@ _NEW = "~new-"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a pool may ask for."""
+    """Bounds of the machines of a pool."""
 
     least: int
     most: int
     slots: int
-    """Of one machine."""
+    """Slots of one machine."""
     idle_s: float
     slot_hours_per_day: float | None = None
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The queue and the nodes, as the scheduler sees them at one moment."""
+    """The queue and the nodes at one moment."""
 
     queue: Sequence[PlacementRequest]
     nodes: Sequence[NodeSlots]
     shares: UserShares
     busy: frozenset[str]
-    """Nodes that run something, or shall."""
+    """Nodes that run actors, or will."""
     now: float
 
 
@@ -71,7 +71,7 @@ class Decision:
     give_back: tuple[str, ...] = ()
     """Names of machines."""
     why: str = ""
-    """Why no more are asked for than that; empty if more are not needed."""
+    """Why no more machines are requested; empty if no more are needed."""
 
 
 def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False) -> int:
@@ -89,7 +89,7 @@ def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False
 
 
 def machines_of(slots: int, count: int, *, gpus: bool) -> list[NodeSlots]:
-    """Return idle nodes as machines that have not come would be."""
+    """Return idle nodes as further machines would be."""
     names = (f"{_NEW}{number:05d}" for number in range(count))
     return [NodeSlots(name, slots, frozenset(range(slots)), are_gpus=gpus) for name in names]
 
@@ -101,10 +101,10 @@ def decide(
     idle_s: Mapping[str, float],
     slot_hours: float,
 ) -> Decision:
-    """Decide by what is there (`machines`, by name in order of age) and what is `needed` beside it.
+    """Decide from the existing `machines` (by name, oldest first) and the number `needed`.
 
-    `needed` counts machines beyond those that are here; `idle_s` says how long nothing ran on those
-    of which nothing does; `slot_hours` were used today.
+    `needed` counts machines beyond the existing nodes; `idle_s` are the idle times of idle ones;
+    `slot_hours` were used today.
     """
     budget = bounds.slot_hours_per_day
     staying = [name for name, state in machines.items() if state != "draining"]
@@ -114,11 +114,11 @@ def decide(
     pending = [name for name in staying if machines[name] != "here"]
     idle = [name for name in staying if idle_s.get(name, -1.0) >= bounds.idle_s]
     spare = pending[needed:][::-1] + ([] if needed else idle)
-    given = spare[: max(len(staying) - bounds.least, 0)]
-    wanted = max(needed - len(pending), bounds.least - len(staying), 0)
+    returned = spare[: max(len(staying) - bounds.least, 0)]
+    missing = max(needed - len(pending), bounds.least - len(staying), 0)
     room = max(bounds.most - len(machines), 0)
-    why = f"{bounds.most} machines are the most there may be" if wanted > room else ""
-    return Decision(min(wanted, room), tuple(given), why)
+    why = f"the pool may have at most {bounds.most} machines" if missing > room else ""
+    return Decision(min(missing, room), tuple(returned), why)
 
 
 # -- delays after a refusal, or after a machine that never became a node ---------------------------
@@ -131,25 +131,25 @@ class RequestBackoff:
     """A pause that doubles with every failure, and ends with the first success."""
 
     def __init__(self) -> None:
-        """Nothing has failed."""
+        """Start without a failure."""
         self.trouble = ""
         """The last failure; empty after a success."""
         self._num_failures = 0
         self._until = float("-inf")
 
     def failed(self, why: str) -> None:
-        """Note a failure; the pause begins anew."""
+        """Note a failure; the pause starts again."""
         self.trouble = why
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LAST_PAUSE_S)
         self._until = time.monotonic() + pause_s
         self._num_failures += 1
 
     def succeeded(self) -> None:
-        """Note that a machine has come."""
+        """Note that a machine has joined."""
         self.__init__()
 
     def is_over(self) -> bool:
-        """Return whether it may be tried again."""
+        """Return whether a request may be tried again."""
         return time.monotonic() >= self._until
 
 
@@ -165,12 +165,12 @@ class Spending:
     """The record of a day's use."""
 
     def __init__(self, broker: Broker) -> None:
-        """Read nothing yet."""
+        """Start without a record."""
         self._bucket = Bucket(broker, BUCKET_MACHINES, MachineSpending)
         self._known: MachineSpending | None = None
 
     async def record_use(self, machines: Sequence[Machine], now: float) -> float:
-        """Note what runs at `now` (seconds since the epoch); return seconds used that day."""
+        """Note the machines running at `now` (seconds since the epoch); return that day's use."""
         before = self._known or await self._read()
         self._known = spent(before, machines, now)
         if self._known != before and self._known.seconds:
@@ -188,7 +188,7 @@ class Spending:
 def spent(
     before: MachineSpending | None, machines: Sequence[Machine], now: float
 ) -> MachineSpending:
-    """Return what was used of the day of `now`, machines that have ended included. Pure."""
+    """Return the use on the day of `now`, including ended machines. Pure."""
     day = int(now // _DAY_S)
     seconds = dict(before.seconds) if before is not None and before.day == day else {}
     for machine in machines:
@@ -207,7 +207,7 @@ class MachineKeeper:
     def __init__(
         self, broker: Broker, config: MachinesConfig, url: str, source: MachineSource, pool: Nodes
     ) -> None:
-        """Have asked for nothing; `url` names the pool."""
+        """Start without requests; `url` names the pool."""
         self._config = config
         self._source = source
         self._pool = pool
@@ -216,10 +216,10 @@ class MachineKeeper:
         self._patience = RequestBackoff()
         self._idle_since: dict[str, float] = {}
         self._here_at: dict[str, float] = {}
-        """When the nodes of machines were there last, by their ids; none that has not joined. What
-        ran when this scheduler began may have joined, and counts as there then."""
-        self._given: dict[str, float] = {}
-        """When machines were given back, by their ids."""
+        """When the nodes of machines were last alive, by their ids, for machines that have joined.
+        Machines that ran when this scheduler started count as alive then."""
+        self._returned_at: dict[str, float] = {}
+        """When machines were returned, by their ids."""
         self._known: dict[str, Machine] | None = None
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
@@ -227,15 +227,15 @@ class MachineKeeper:
         )
 
     def could_come(self) -> list[NodeSlots]:
-        """Return nodes for all machines that there may be, as a pool that is grown would have."""
+        """Return nodes for all machines that the pool may have."""
         return machines_of(self._config.slots, self._config.most, gpus=self._config.gpus)
 
     async def answer(self, _: Empty) -> MachineList:
-        """Return what became of asking."""
+        """Return the state of the machines, for clients."""
         return self._state
 
     async def run(self, waiting: Callable[[], Demand], may_act: Callable[[], bool]) -> None:
-        """Look for ever; acts only while `may_act`, which another scheduler ends."""
+        """Run turns for ever; act only while `may_act`, until another scheduler takes over."""
         while self._config.most:
             if may_act():
                 await self._try(waiting)
@@ -244,12 +244,12 @@ class MachineKeeper:
     async def _try(self, waiting: Callable[[], Demand]) -> None:
         """Poll once; report a cluster that does not answer, and try again at the next poll."""
         try:
-            await self._look(waiting)
+            await self._turn(waiting)
         except TinkermqError as error:
             self._state = self._state.model_copy(update={"trouble": error.message})
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
-    async def _look(self, waiting: Callable[[], Demand]) -> None:
+    async def _turn(self, waiting: Callable[[], Demand]) -> None:
         reply = await self._source.list_machines()
         used_s = await self._spending.record_use(reply, time.time())
         single = await self._without_doubles(reply)
@@ -264,7 +264,7 @@ class MachineKeeper:
     def _decide(
         self, seen: Mapping[str, "SeenMachine"], demand: Demand, slot_hours: float
     ) -> Decision:
-        states: dict[str, MachineState] = {name: one.state for name, one in seen.items()}
+        states: dict[str, MachineState] = {name: item.state for name, item in seen.items()}
         here = sum(state == "here" for state in states.values())
         room, gpus = self._config.most - here, self._config.gpus
         needed = machines_needed(demand, self._config.slots, room, gpus=gpus)
@@ -283,41 +283,43 @@ class MachineKeeper:
         return decision
 
     def _trouble(self, decision: Decision) -> str:
-        """Return why machines do not come that are needed."""
+        """Return why needed machines are not available."""
         matters = decision.ask or not self._patience.is_over()
         return (self._patience.trouble if matters else "") or decision.why
 
     async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
-        """Return back what was asked for twice; the one that is further, or older, stays."""
+        """Return machines that were requested twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
-        for machine in sorted(machines, key=lambda one: one.state == "asked"):
+        for machine in sorted(machines, key=lambda item: item.state == "asked"):
             if machine.name in first:
                 await self._source.release_machine(machine, drain=False)
             first.setdefault(machine.name, machine)
-        return sorted(first.values(), key=lambda one: self._names.number(one.name))
+        return sorted(first.values(), key=lambda item: self._names.number(item.name))
 
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
-        """Notice machines that joined, and those that ended before they did."""
+        """Note machines that joined, and those that ended before they joined."""
         now = {item.machine.id: item for item in seen}
         joined = {"here"} if self._known is not None else {"here", "coming"}
-        here = {number for number, one in now.items() if one.state in joined}
+        here = {number for number, item in now.items() if item.state in joined}
         if here - self._here_at.keys():
             self._patience.succeeded()
         self._here_at |= dict.fromkeys(here, time.monotonic())
         for number, machine in (self._known or {}).items():
-            if number not in now.keys() | self._here_at.keys() | self._given.keys():
+            if number not in now.keys() | self._here_at.keys() | self._returned_at.keys():
                 waited = f"; it waited: {machine.why}" if machine.why else ""
                 self._patience.failed(
-                    f"{machine.name} ({number}) ended before its node had joined: see what it "
-                    f"wrote, {machine.log}{waited}"
+                    f"{machine.name} ({number}) ended before its node had joined: see its log, "
+                    f"{machine.log}{waited}"
                 )
-        self._known = {number: one.machine for number, one in now.items()}
+        self._known = {number: item.machine for number, item in now.items()}
         self._here_at = {number: at for number, at in self._here_at.items() if number in now}
-        self._given = {number: at for number, at in self._given.items() if number in now}
+        self._returned_at = {
+            number: at for number, at in self._returned_at.items() if number in now
+        }
 
     def _note_idle(self, seen: Mapping[str, "SeenMachine"], busy: frozenset[str]) -> None:
         now = time.monotonic()
-        idle = {name for name, one in seen.items() if one.state == "here" and name not in busy}
+        idle = {name for name, item in seen.items() if item.state == "here" and name not in busy}
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
 
     async def _do(
@@ -326,16 +328,19 @@ class MachineKeeper:
         seen: Mapping[str, "SeenMachine"],
         nodes: Mapping[str, NodeStatus],
     ) -> None:
-        leaving = {*decision.give_back, *(name for name, one in seen.items() if self._is_late(one))}
+        leaving = {
+            *decision.give_back,
+            *(name for name, item in seen.items() if self._is_late(item)),
+        }
         ready = {name for name in leaving if name in self._pool.closed or name not in nodes}
         self._pool.closed = leaving & nodes.keys()
         for name in ready:
             machine = seen[name].machine
             await self._give_back(machine, has_joined=name in nodes or machine.id in self._here_at)
         if decision.ask and self._patience.is_over():
-            await self._ask(self._names.free([*seen, *nodes], decision.ask))
+            await self._request(self._names.free([*seen, *nodes], decision.ask))
 
-    async def _ask(self, names: Sequence[str]) -> None:
+    async def _request(self, names: Sequence[str]) -> None:
         """Request machines; report what the cluster refuses, and wait before a retry."""
         try:
             for name in names:
@@ -347,26 +352,26 @@ class MachineKeeper:
             _log.warning("machine_refused", error=error.message, hint=error.hint)
 
     async def _give_back(self, machine: Machine, *, has_joined: bool) -> None:
-        """Give a machine back, whose node drains if it has joined; end what does not drain."""
-        given_at = self._given.get(machine.id)
+        """Return a machine; its node drains if it has joined. End one that does not drain."""
+        given_at = self._returned_at.get(machine.id)
         if given_at is not None and time.monotonic() - given_at < self._config.drain_s:
             return  # a second signal would end it at once
         drain = has_joined and given_at is None
         await self._source.release_machine(machine, drain=drain)
-        self._given[machine.id] = time.monotonic()
+        self._returned_at[machine.id] = time.monotonic()
         _log.info("machine_given_back", machine=machine.name, id=machine.id, drain=drain)
 
-    def _is_late(self, one: "SeenMachine") -> bool:
-        """Return whether a machine runs and its node should have joined by now, or come back."""
-        machine, join_s = one.machine, self._config.join_s
-        if one.state != "coming" or machine.started is None:
+    def _is_late(self, item: "SeenMachine") -> bool:
+        """Return whether a running machine's node is late to join or to reconnect."""
+        machine, join_s = item.machine, self._config.join_s
+        if item.state != "coming" or machine.started is None:
             return False
         here_at = self._here_at.get(machine.id)
         away_s = time.time() - machine.started if here_at is None else time.monotonic() - here_at
         if away_s < join_s:
             return False
-        if machine.id not in self._given:
-            fate = "has not joined within" if here_at is None else "has not been heard of for"
+        if machine.id not in self._returned_at:
+            fate = "has not joined within" if here_at is None else "was silent for"
             self._patience.failed(
                 f"the node of {machine.name} ({machine.id}) {fate} {join_s:g} s: can it reach the "
                 "broker at its URL?"
@@ -376,7 +381,7 @@ class MachineKeeper:
 
 @dataclass(frozen=True)
 class SeenMachine:
-    """A machine, and what the pool makes of it."""
+    """A machine, and its state in the pool."""
 
     machine: Machine
     state: MachineState
@@ -391,11 +396,11 @@ def _state(machine: Machine, nodes: Mapping[str, NodeStatus]) -> MachineState:
     return "coming" if node is None else "here"
 
 
-def _shown(one: SeenMachine) -> MachineStatus:
-    machine = one.machine
+def _shown(item: SeenMachine) -> MachineStatus:
+    machine = item.machine
     return MachineStatus(
         name=machine.name,
-        state=one.state,
+        state=item.state,
         id=machine.id,
         started=machine.started,
         ends=machine.ends,

@@ -1,9 +1,9 @@
 """Machines of Kubernetes: a pod for each, whose one container is the node.
 
-A pod's name is the machine's, and a namespace holds no name twice: who asked twice, after a kill in
-between, has one machine. Pods are found again by a label. A pod that is deleted, evicted or
-preempted hears SIGTERM and has its grace; a node drains at that as it does on any SIGTERM. An ended
-pod is kept, with its log, until its name is asked for again.
+A pod has its machine's name, and names are unique in a namespace: a repeated request, after a kill
+in between, creates one machine. Pods are found again by a label. A deleted, evicted or preempted
+pod gets SIGTERM and its grace period; a node drains on any SIGTERM. An ended pod is kept, with its
+log, until its name is requested again.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ _PAGE = 500
 _NOT_FOUND, _CONFLICT = 404, 409
 _ENDED = frozenset({"Succeeded", "Failed"})
 _GRACE_S = 10
-"""Of a pod whose node has not joined."""
+"""Grace period of a pod whose node has not joined."""
 _HINT = "run `kubectl auth can-i create pods` as the scheduler's user; see `context:`, `namespace:`"
 
 
 class KubernetesSource:
-    """Makes, lists and deletes pods, through the official client."""
+    """Creates, lists and deletes pods, through the official client."""
 
     def __init__(self, config: MachinesConfig, url: str) -> None:
-        """Have nodes reach the broker at `url`."""
+        """Nodes connect to the broker at `url`."""
         self._config = config
         self._url = url
         self._names = MachineNames(url)
@@ -49,28 +49,28 @@ class KubernetesSource:
     async def list_machines(self) -> list[Machine]:
         """Return the pool's pods that have not ended, by name; raises PlacementError."""
         selector = f"{POOL_LABEL}={pool_label(self._names)}"
-        pods = await self._ask(lambda api: _listed(api, self._config.namespace, selector))
+        pods = await self._call_api(lambda api: _listed(api, self._config.namespace, selector))
         matches = [_machine(item) for item in pods if item.status is None or not _has_ended(item)]
         own = [item for item in matches if self._names.own(item.name)]
-        return sorted(own, key=lambda one: self._names.number(one.name))
+        return sorted(own, key=lambda machine: self._names.number(machine.name))
 
     async def request_machine(self, name: str) -> None:
-        """Make the pod of a machine, harmless where it is; raises PlacementError."""
+        """Create the pod of a machine, unless it exists; raises PlacementError."""
         made = pod(self._config, self._url, name)
-        await self._ask(lambda api: _made(api, self._config.namespace, name, made))
+        await self._call_api(lambda api: _made(api, self._config.namespace, name, made))
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Delete this very pod: with its own grace, or with little where no node has joined."""
+        """Delete exactly this pod: with its grace period, or a short one if no node has joined."""
         grace_s = None if drain else _GRACE_S
-        await self._ask(
+        await self._call_api(
             lambda api: _deleted(api, self._config.namespace, machine.name, machine.id, grace_s)
         )
 
-    async def _ask(self, work: Callable[["CoreV1Api"], T]) -> T:
+    async def _call_api(self, work: Callable[["CoreV1Api"], T]) -> T:
         return await asyncio.to_thread(self._asked, work)
 
     def _asked(self, work: Callable[["CoreV1Api"], T]) -> T:
-        """Do it in this thread; report errors in the cluster's words."""
+        """Call the API in a thread; report errors in the cluster's words."""
         if self._api is None:
             self._api = _connected(self._config.context)
         from kubernetes.client.exceptions import ApiException
@@ -79,23 +79,24 @@ class KubernetesSource:
         try:
             return work(self._api)
         except ValidationError as error:
-            raise PlacementError(f"`pod:` makes no pod: {_first(error)}", hint=_HINT) from error
+            text = f"`pod:` is not a valid pod: {_first(error)}"
+            raise PlacementError(text, hint=_HINT) from error
         except ApiException as error:
             raise _refusal(error) from error
         except HTTPError as error:
             reason = getattr(error, "reason", None) or error
             late = isinstance(reason, TimeoutError) and not isinstance(reason, NewConnectionError)
             kind = DeadlineError if late else PlacementError
-            raise kind(f"Kubernetes cannot be asked: {reason}", hint=_HINT) from error
+            raise kind(f"Kubernetes cannot be reached: {reason}", hint=_HINT) from error
 
 
 def pool_label(names: MachineNames) -> str:
-    """Return the label by which a pool's pods are found."""
+    """Return the label of a pool's pods."""
     return names.prefix.strip("-")
 
 
 def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
-    """Return the pod of one machine; what the pool's owner adds wins."""
+    """Return the pod of one machine; the pool owner's additions take precedence."""
     command = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
     variables = {CREDENTIALS_VARIABLE: config.credentials} if config.credentials else {}
     size = {_GPU: str(config.slots)} if config.gpus else {"cpu": str(config.slots)}
@@ -125,7 +126,7 @@ def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """Return `base` with what `over` says: maps by key, lists of named things by name."""
+    """Return `base` overlaid with `over`: maps by key, lists of named items by name."""
     if isinstance(base, dict) and isinstance(over, dict):
         left, right = cast("dict[str, Any]", base), cast("dict[str, Any]", over)
         changed = {
@@ -152,19 +153,20 @@ def _connected(context: str) -> "CoreV1Api":
         from kubernetes import client, config
     except ImportError as error:
         raise NotFoundError(
-            "the scheduler has no client of Kubernetes", hint="pip install 'tinkermq[kubernetes]'"
+            "the Kubernetes client is not installed for the scheduler",
+            hint="pip install 'tinkermq[kubernetes]'",
         ) from error
     settings = client.Configuration()
     try:
         _load(config, settings, context)
     except (config.ConfigException, OSError) as error:
-        raise PlacementError(f"no Kubernetes is configured: {error}", hint=_HINT) from error
+        raise PlacementError(f"Kubernetes is not configured: {error}", hint=_HINT) from error
     settings.retries = False
     return client.CoreV1Api(client.ApiClient(settings))
 
 
 def _load(config: Any, settings: Any, context: str) -> None:
-    """Read where the cluster is; the variable as of now, because the client reads it once."""
+    """Load the cluster's address; reads the variable now, as the client reads it only once."""
     file = os.environ.get("KUBECONFIG")
     if "KUBERNETES_SERVICE_HOST" in os.environ and not (file or context):
         config.load_incluster_config(client_configuration=settings)
@@ -190,7 +192,7 @@ def _listed(api: "CoreV1Api", namespace: str, selector: str) -> list["V1Pod"]:
 
 
 def _made(api: "CoreV1Api", namespace: str, name: str, made: Any) -> None:
-    """Make a pod; an ended one of that name is replaced, a running one is returned."""
+    """Create a pod; an ended one of that name is replaced, a running one is returned."""
     from kubernetes.client.exceptions import ApiException
 
     try:
@@ -217,41 +219,41 @@ def _deleted(api: "CoreV1Api", namespace: str, name: str, uid: str, grace_s: int
             raise
 
 
-def _machine(one: "V1Pod") -> Machine:
-    metadata, name = one.metadata, (one.metadata.name if one.metadata else None) or ""
+def _machine(pod: "V1Pod") -> Machine:
+    metadata, name = pod.metadata, (pod.metadata.name if pod.metadata else None) or ""
     leaving = metadata is not None and metadata.deletion_timestamp is not None
-    started = _started(one)
+    started = _started(pod)
     state: Literal["asked", "started", "leaving"] = "asked" if started is None else "started"
     log = f"`kubectl logs {name}`"
-    return Machine(name, _uid(one), "leaving" if leaving else state, started, None, _why(one), log)
+    return Machine(name, _uid(pod), "leaving" if leaving else state, started, None, _why(pod), log)
 
 
-def _uid(one: "V1Pod") -> str:
-    return (one.metadata.uid if one.metadata else None) or ""
+def _uid(pod: "V1Pod") -> str:
+    return (pod.metadata.uid if pod.metadata else None) or ""
 
 
-def _has_ended(one: "V1Pod") -> bool:
-    return one.status is not None and one.status.phase in _ENDED
+def _has_ended(pod: "V1Pod") -> bool:
+    return pod.status is not None and pod.status.phase in _ENDED
 
 
-def _started(one: "V1Pod") -> float | None:
+def _started(pod: "V1Pod") -> float | None:
     """Return when the container of the node began; None: it has not."""
-    for status in (one.status.container_statuses if one.status else None) or []:
+    for status in (pod.status.container_statuses if pod.status else None) or []:
         running = status.state.running if status.state else None
         if status.name == CONTAINER and running is not None and running.started_at is not None:
             return running.started_at.timestamp()
     return None
 
 
-def _why(one: "V1Pod") -> str:
+def _why(pod: "V1Pod") -> str:
     """Return what a pod waits for: room, its image, its volumes."""
-    if one.status is None or _started(one) is not None:
+    if pod.status is None or _started(pod) is not None:
         return ""
-    for status in one.status.container_statuses or []:
+    for status in pod.status.container_statuses or []:
         waiting = status.state.waiting if status.state else None
         if waiting is not None:
             return ": ".join(filter(None, (waiting.reason, waiting.message)))
-    unmet = [each for each in one.status.conditions or [] if each.status == "False"]
+    unmet = [each for each in pod.status.conditions or [] if each.status == "False"]
     reasons = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
     return next(filter(None, reasons), "")
 

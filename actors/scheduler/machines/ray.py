@@ -1,16 +1,17 @@
 """Machines of Ray: a job for each, which holds CPUs or GPUs of a Ray node and runs our node there.
 
-Jobs are submitted over HTTP, as `ray job submit` does, so the scheduler needs no Ray and Ray no
-version of ours. A job's submission id is the machine's name and the number of times that it was
-asked for, and Ray takes none twice: who asked twice, after a kill in between, has one machine.
+Jobs are submitted over HTTP, as `ray job submit` does, so the scheduler does not need Ray, and Ray
+does not need this package. A job's submission id is the machine's name and the number of times that
+it was requested, and Ray accepts each id once: a repeated request, after a kill in between, creates
+one machine.
 
-Ray ends a job by SIGTERM to each process below it. Actors would end at once at that and the node's
-own, so the node has no parent (`_SCRIPT`): the shell that Ray started passes one signal on, and
-ends when the node has. If Ray kills the shell, as it does when a Ray node goes, the node drains. A
-job that is stopped as it begins starts no node, or ends it.
+Ray ends a job by SIGTERM to each process below it. Actors would end at once on that and the node's
+own signal, so the node is detached (`_SCRIPT`): the shell that Ray started passes one signal on,
+and ends when the node has. If Ray kills the shell, as it does when a Ray node leaves, the node
+drains. A job that is stopped as it starts does not start a node, or ends it.
 
-Ray reports when a job was submitted, not when it began: a machine's time counts from when it was
-last seen to wait, which is remembered, or else from its submission.
+Ray reports when a job was submitted, not when it started: a machine's time counts from when it was
+last seen waiting, which is remembered, or else from its submission.
 """
 
 import asyncio
@@ -51,9 +52,9 @@ done
 : > $notes/ended
 kill -0 $outer 2> /dev/null || rm -rf $notes
 """
-"""What runs beside the job: the node, and who hands a signal on to it.
+"""Runs beside the job: the node, and a shell that passes a signal on to it.
 
-Until it is `up`, the node's process is a shell that would take the signal and forget it.
+Until it is `up`, the node's process is a shell that would drop the signal.
 """
 _SCRIPT = """\
 trap '[ -n "$notes" ] || exit 143; : > $notes/stop' TERM
@@ -68,55 +69,55 @@ while [ ! -e $notes/ended ]; do
 done
 rm -rf $notes
 """
-"""What Ray runs; a signal that comes before the folder for notes is there ends it."""
+"""The command of the Ray job; a signal before its notes folder exists ends it."""
 
 
 class RaySource:
-    """Asks Ray's dashboard for jobs, and looks at and stops them there."""
+    """Submits, lists and stops jobs through Ray's dashboard."""
 
     def __init__(self, config: MachinesConfig, url: str) -> None:
-        """Have nodes reach the broker at `url`."""
+        """Nodes connect to the broker at `url`."""
         self._config = config
         self._url = url
         self._names = MachineNames(url)
         self._waited: dict[str, float] = {}
-        """When a machine was last seen to wait, by what the cluster calls it."""
+        """When a machine was last seen waiting, by its id in the cluster."""
 
     async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
-        reply = await self._ask("GET", "/api/jobs/")
+        reply = await self._send("GET", "/api/jobs/")
         jobs = [job for job in _jobs(reply) if self._names.own(_name_of(job))]
         machines = [self._machine(job) for job in jobs if job.get("status") not in _ENDED]
         known = {machine.id for machine in machines}
         self._waited = {name: when for name, when in self._waited.items() if name in known}
-        return sorted(machines, key=lambda one: self._names.number(one.name))
+        return sorted(machines, key=lambda item: self._names.number(item.name))
 
     async def request_machine(self, name: str) -> None:
-        """Submit the job of a machine, harmless where it is; raises PlacementError."""
+        """Submit the job of a machine, unless it exists; raises PlacementError."""
         before = {
             _time_of(item): item.get("status")
-            for item in _jobs(await self._ask("GET", "/api/jobs/"))
+            for item in _jobs(await self._send("GET", "/api/jobs/"))
             if _name_of(item) == name
         }
         if not all(status in _ENDED for status in before.values()):
             return
         job = f"{name}.{max(before, default=0) + 1}"
         node = _node(self._config, self._url, name)
-        reply = await self._ask("POST", "/api/jobs/", submission(self._config, job, node))
+        reply = await self._send("POST", "/api/jobs/", submission(self._config, job, node))
         if reply.status >= 300 and not await self._is_there(job):
             raise _refusal(reply)
-        for time_asked in before:  # what has ended; its name is never taken again
-            await self._ask("DELETE", f"/api/jobs/{name}.{time_asked}")
+        for time_asked in before:  # ended jobs, whose ids are never accepted again
+            await self._send("DELETE", f"/api/jobs/{name}.{time_asked}")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Stop the job: its node drains whether asked to or not. What waits stops as it starts."""
-        reply = await self._ask("POST", f"/api/jobs/{machine.id}/stop")
+        """Stop the job; its node always drains. A waiting job stops when it starts."""
+        reply = await self._send("POST", f"/api/jobs/{machine.id}/stop")
         if reply.status >= 300 and reply.status != _NOT_FOUND:
             raise _refusal(reply)
 
     async def _is_there(self, job: str) -> bool:
-        """Return whether another request asked for the same."""
-        reply = await self._ask("GET", f"/api/jobs/{job}")
+        """Return whether the machine was requested twice."""
+        reply = await self._send("GET", f"/api/jobs/{job}")
         return reply.status != _NOT_FOUND and _json(reply).get("status") not in _ENDED
 
     def _machine(self, job: Mapping[str, Any]) -> Machine:
@@ -133,7 +134,7 @@ class RaySource:
             log=f"`ray job logs --address {address(self._config)} {number}`",
         )
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> WebReply:
+    async def _send(self, method: str, path: str, body: Any = None) -> WebReply:
         token = await asyncio.to_thread(_token)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         url = f"{address(self._config)}{path}"
@@ -141,14 +142,14 @@ class RaySource:
 
 
 def _token() -> str:
-    """Return what Ray's own tools would send: from the environment, or a file."""
+    """Return the headers that Ray's own tools would send: from the environment, or a file."""
     token = os.environ.get(TOKEN_VARIABLE)
     if token:
         return token
     file = os.environ.get(f"{TOKEN_VARIABLE}_PATH") or "~/.ray/auth_token"
     try:
         return Path(file).expanduser().read_text().strip()
-    except (OSError, RuntimeError):  # there is none, or no home
+    except (OSError, RuntimeError):  # without a file, or a home folder
         return ""
 
 
@@ -158,7 +159,7 @@ def _name_of(job: Mapping[str, Any]) -> str:
 
 
 def _time_of(job: Mapping[str, Any]) -> int:
-    """Return which time its machine was asked for."""
+    """Return the number of the request for its machine."""
     number = str(job.get("submission_id")).rpartition(".")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -170,7 +171,7 @@ def address(config: MachinesConfig) -> str:
 
 
 def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
-    """Return the job of one machine, whose command is `node`; what the owner adds wins."""
+    """Return the job of one machine, with the command `node`; the owner's additions win."""
     own = config.ray
     runtime_env: Mapping[str, Any] = own.get("runtime_env", {})
     beside = shlex.quote(_BESIDE.format(node=node))
@@ -214,7 +215,7 @@ def _parsed(reply: WebReply) -> object:
         return json.loads(reply.text)
     except ValueError as error:
         raise PlacementError(
-            f"what answered is no dashboard of Ray: {reply.text[:80]!r}", hint=_UNREACHABLE
+            f"the answer is not from a Ray dashboard: {reply.text[:80]!r}", hint=_UNREACHABLE
         ) from error
 
 

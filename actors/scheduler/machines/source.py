@@ -25,17 +25,17 @@ class Machine:
     name: str
     """Name of its node."""
     id: str
-    """What the cluster calls it."""
+    """Its id in the cluster."""
     state: Literal["asked", "started", "leaving"]
-    """leaving: the cluster takes it back."""
+    """leaving: the cluster is reclaiming it."""
     started: float | None = None
     """In seconds since the epoch; None: not yet."""
     ends: float | None = None
-    """When its time is up; None: never, or not known."""
+    """When its time limit ends; None: never, or unknown."""
     why: str = ""
-    """What it waits for, in the cluster's words."""
+    """Reason of its wait, in the cluster's words."""
     log: str = ""
-    """What its node writes to, on the machine."""
+    """The log file of its node, on the machine."""
 
 
 class MachineSource(Protocol):
@@ -46,16 +46,16 @@ class MachineSource(Protocol):
         ...
 
     async def request_machine(self, name: str) -> None:
-        """Ask for a machine; of two of one name no more than one ever runs.
+        """Request a machine; of two requests with one name only one ever runs.
 
         Raises PlacementError if the cluster refuses it.
         """
         ...
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Give a machine back; harmless if it has ended.
+        """Return a machine, unless it has ended.
 
-        With `drain` its node has the time that its actors need to write checkpoints.
+        With `drain` its node has time for its actors to write checkpoints.
         """
         ...
 
@@ -64,7 +64,7 @@ class MachineNames:
     """The names that a pool gives its machines: `tmq-<pool>-<number>`, the pool by its URL."""
 
     def __init__(self, url: str) -> None:
-        """Name machines of the pool whose nodes reach its broker at `url`."""
+        """Name machines of the pool whose nodes connect to its broker at `url`."""
         self.prefix = f"tmq-{hashlib.sha256(url.encode()).hexdigest()[:_DIGITS]}-"
 
     def own(self, name: str) -> bool:
@@ -75,9 +75,9 @@ class MachineNames:
         """Return the number of a machine of this pool."""
         return int(name.removeprefix(self.prefix))
 
-    def free(self, taken: Iterable[str], count: int) -> list[str]:
+    def free(self, used: Iterable[str], count: int) -> list[str]:
         """Return the first free names, so that a repeated request is the same."""
-        known = set(taken)
+        known = set(used)
         collected: list[str] = []
         number = 1
         while len(collected) < count:
@@ -93,7 +93,7 @@ _TIMEOUT_S = 30.0
 
 
 class CommandHints(NamedTuple):
-    """What a person may do about a command that fails."""
+    """Hints for a failed command."""
 
     missing: str
     late: str
@@ -103,9 +103,9 @@ class CommandHints(NamedTuple):
 async def run_command(
     command: Sequence[str], hints: CommandHints, environment: Mapping[str, str] | None = None
 ) -> str:
-    """Run a command and return what it wrote.
+    """Run a command and return its output.
 
-    Raises NotFoundError where there is none, DeadlineError, and PlacementError with its own words.
+    Raises NotFoundError if it is not installed, DeadlineError, and PlacementError with its message.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -117,7 +117,7 @@ async def run_command(
         )
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"there is no {command[0]} where the scheduler runs", hint=hints.missing
+            f"{command[0]} is not installed where the scheduler runs", hint=hints.missing
         ) from error
     return await _finished(process, command[0], hints)
 
@@ -133,7 +133,7 @@ async def _finished(process: asyncio.subprocess.Process, name: str, hints: Comma
             f"{name} did not answer within {_TIMEOUT_S:g} s", hint=hints.late
         ) from error
     if process.returncode:
-        message = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
+        message = " ".join(complaint.decode(errors="replace").split()) or "without a message"
         raise PlacementError(
             f"{name} was refused (code {process.returncode}): {message}", hint=hints.refused
         )
@@ -148,13 +148,13 @@ _MAX_BYTES = 64 << 20
 
 
 class WebReply(NamedTuple):
-    """What a cluster answered."""
+    """A cluster's answer."""
 
     status: int
     text: str
 
     def last_line(self) -> str:
-        """Return the sentence in which a traceback, or a plain text, says what is wrong."""
+        """Return the last line of a traceback or text, which has the reason."""
         lines = [line.strip() for line in self.text.splitlines() if len(line.strip()) > 1]
         return lines[-1] if lines else f"HTTP {self.status} and no word"
 
@@ -162,10 +162,9 @@ class WebReply(NamedTuple):
 async def request(
     method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None, *, hint: str
 ) -> WebReply:
-    """Ask; an answer of any status is one.
+    """Send a request and return the answer, of any status.
 
-    Raises DeadlineError, and PlacementError with the reason of a failure; `hint` says what
-    a person may do then.
+    Raises DeadlineError, and PlacementError with the reason of a failure; both have `hint`.
     """
     try:
         async with (
@@ -177,11 +176,11 @@ async def request(
     except (TimeoutError, httpx.TimeoutException) as error:
         raise DeadlineError(f"{url} did not answer in time", hint=hint) from error
     except httpx.HTTPError as error:
-        raise PlacementError(f"{url} cannot be asked: {error}", hint=hint) from error
+        raise PlacementError(f"{url} cannot be reached: {error}", hint=hint) from error
 
 
 async def _text(reply: httpx.Response) -> str:
-    """Read an answer to its end; one that is endless is none."""
+    """Read an answer to its end; raise for one without end."""
     body = bytearray()
     async for part in reply.aiter_bytes():
         body += part

@@ -44,7 +44,7 @@ class SSHSource:
 
     async def list_machines(self) -> list[Machine]:
         """Return the hosts on which a node of this pool runs, or that do not answer."""
-        results = await asyncio.gather(*(self._look(name) for name in self._hosts))
+        results = await asyncio.gather(*(self._read_machine(name) for name in self._hosts))
         return [item for item in results if item is not None]
 
     async def request_machine(self, name: str) -> None:
@@ -68,7 +68,7 @@ class SSHSource:
             name, f"{_FOLDER}; flock -n -s {name}.lock true || kill -TERM $(cat {name}.pid)"
         )
 
-    async def _look(self, name: str) -> Machine | None:
+    async def _read_machine(self, name: str) -> Machine | None:
         host, log = self._hosts[name], self._log(name)
         tell = f"flock -n -s {name}.lock true || stat --format=%Y {name}.pid || true"
         try:
@@ -132,7 +132,7 @@ class SlurmSource:
         lines = [line for line in reply.splitlines() if line.count("|") >= 5]
         machines = [_machine(line, self._config.logs) for line in lines]
         own = [machine for machine in machines if self._names.own(machine.name)]
-        return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
+        return sorted(own, key=lambda item: (self._names.number(item.name), int(item.id)))
 
     async def request_machine(self, name: str) -> None:
         """Submit the job of a machine; raises PlacementError with Slurm's reason."""
@@ -196,10 +196,10 @@ def _time(text: str) -> float | None:
     return float(text) if text.isdecimal() else None
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return what jobs inherit: no secrets, and nothing that makes a job a part of another."""
     secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
-    public = {name: value for name, value in given.items() if name not in secret}
+    public = {name: value for name, value in variables.items() if name not in secret}
     ours = {
         name for name in public if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
     }

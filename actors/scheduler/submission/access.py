@@ -1,4 +1,4 @@
-"""What a job of a pool with users may not name: others' files, and code that was not reviewed.
+"""Access rules for jobs in a pool with users: no files of others, no code that was not reviewed.
 
 All actors of a node except sandboxed environment hosts run as one user of the operating system, who
 can read every run folder.
@@ -22,7 +22,7 @@ from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError, StateError, StorageError
 from ...storage.access import (
     MODELS_VARIABLE,
-    foreign,
+    foreign_run_error,
     hard_links,
     in_default_folder,
     inodes_below,
@@ -42,9 +42,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ENDPOINTS_VARIABLE = "TINKERMQ_TEACHER_URLS"
-"""Of the scheduler's environment: base URLs of APIs that generators may ask for users."""
+"""Environment variable of the scheduler: base URLs of APIs that generators may call for users."""
 AUTHORS_VARIABLE = "TINKERMQ_ALGORITHM_AUTHORS"
-"""Of the scheduler's environment: users whose own functions learners may run."""
+"""Environment variable of the scheduler: users whose own functions learners may run."""
 _READ_S = 30.0
 _READS_AT_ONCE = 8
 
@@ -56,7 +56,7 @@ class FileReads:
         self._disks = DiskThreads(_READS_AT_ONCE, _READ_S)
 
     async def read(self, user: str, read: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Return what a function finds out about files; StorageError when their disk hangs."""
+        """Return the result of a function that reads files; StorageError when their disk hangs."""
         try:
             return await self._disks.look(user, read, *args, **named)
         except TimeoutError as error:
@@ -104,18 +104,18 @@ def refuse_second_service(
 ) -> None:
     """Raise AuthError or ConfigError for a service for the Tinker API that a user may not start.
 
-    It trains for everybody: it is the pool's.
+    Such a service belongs to the pool: it trains for all users.
     """
     if not is_admin:
         raise AuthError(
-            "a service for the Tinker API is for all users of the pool: admins start it",
+            "only admins may start a service for the Tinker API, which serves all users",
             hint="ask an admin for `tinkermq tinker up --model NAME=FOLDER`",
         )
     base = cast("Mapping[str, Any]", config.get("tinker") or {}).get("base")
     if any(offer.base == base for offer in offers):
         raise ConfigError(
-            f"there is a service for {base} already",
-            hint="give another name, or stop that one (`tinkermq ps`)",
+            f"a service for {base} exists already",
+            hint="use another name, or stop that service (`tinkermq ps`)",
         )
 
 
@@ -123,9 +123,9 @@ def refuse_code_of_others(config: JobConfig) -> None:
     """Raise ConfigError for a job that would run the code which comes with a model."""
     if config.model.trust_remote_code:
         raise ConfigError(
-            "model.trust_remote_code=true: on a pool with users, code that comes with a model is "
-            "run for admins only",
-            hint="let an admin submit the job, or take a model that transformers has itself",
+            "model.trust_remote_code=true: in a pool with users, only admins may run the code of a "
+            "model",
+            hint="let an admin submit the job, or use a model that transformers supports itself",
         )
 
 
@@ -137,15 +137,14 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
     for key, target in config.own_functions.items():
         if user not in _listed(AUTHORS_VARIABLE):
             raise ConfigError(
-                f"{key}={target}: code of one's own runs in the learner, which is not "
-                f"allowed for user {user}",
+                f"{key}={target}: user {user} may not run own code in the learner",
                 hint=f"let the operator add {user} to ${AUTHORS_VARIABLE} of the scheduler, or an "
                 "admin submit the job",
             )
     if config.own_functions and config.storage.url not in (None, BROKER):
         raise ConfigError(
-            f"storage.url={config.storage.url}: a learner with code of its owner's gets no keys of "
-            "the operator's",
+            f"storage.url={config.storage.url}: a learner with its owner's code gets no keys of "
+            "the operator",
             hint=f"set storage.url to {BROKER}, or remove it",
         )
 
@@ -155,9 +154,9 @@ _REACH_OUT = ("wandb", "mlflow")
 
 
 def refuse_network(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for what needs a network of a learner that has none.
+    """Raise ConfigError for settings that need a network, in a learner that has none.
 
-    A learner with functions of a user reaches the broker alone.
+    A learner with functions of a user reaches only the broker.
     """
     if not config.own_functions:
         return
@@ -179,18 +178,18 @@ def refuse_network(config: JobConfig, user: str) -> None:
             for name in _REACH_OUT
         },
     }
-    for said, (is_needed, remedy) in needs.items():
-        if is_needed:
+    for setting, (is_set, remedy) in needs.items():
+        if is_set:
             named = ", ".join(config.own_functions)
             raise ConfigError(
-                f"{said}: a learner with functions of user {user} ({named}) has no network but "
+                f"{setting}: a learner with functions of user {user} ({named}) has no network but "
                 "its broker",
                 hint=f"{remedy}, remove the functions, or let an admin submit the job",
             )
 
 
 def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
-    """Raise ConfigError for a model or data that functions of a user may not be shown.
+    """Raise ConfigError for a model or data that functions of a user may not read.
 
     Existing and missing paths are refused alike, so that they reveal nothing.
     """
@@ -201,9 +200,9 @@ def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
         is_path = value.startswith(("/", ".", "~"))
         if is_path and shown_from(place, user, roots) is None:
             raise ConfigError(
-                f"{key}={value}: functions of user {user} run where it would be read, and may read "
-                "models and data of your own runs and of the operator's folders alone",
-                hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
+                f"{key}={value}: functions of user {user} may only read models and data of the "
+                "user's runs and of the operator's folders",
+                hint=f"let the operator add its folder to ${MODELS_VARIABLE} of scheduler and "
                 "nodes",
             )
 
@@ -215,17 +214,17 @@ def _listed_data(config: JobConfig) -> dict[str, str]:
 def refuse_endpoints(config: JobConfig, user: str) -> None:
     """Raise ConfigError for a teacher's API that the operator has not named.
 
-    Generators ask it from within the pool's network, which a user must not reach through them.
+    Generators call it from within the pool's network, which users must not reach through them.
     """
     allowed = _listed(ENDPOINTS_VARIABLE)
     for name in config.algorithm.asked_teachers.values():
         base = endpoint(name)[0]
         if is_endpoint(name) and base not in allowed:
             raise ConfigError(
-                f"algorithm.teacher={base}: the pool's generators do not ask this API for user "
+                f"algorithm.teacher={base}: the pool's generators do not call this API for user "
                 f"{user}",
-                hint=f"let the operator add it to ${ENDPOINTS_VARIABLE} of the scheduler, or name "
-                "a job that serves: job:NAME",
+                hint=f"let the operator add it to ${ENDPOINTS_VARIABLE} of the scheduler, or use "
+                "an inference job: job:NAME",
             )
 
 
@@ -238,22 +237,24 @@ def refuse_runs_of_others(
 ) -> None:
     """Raise ConfigError for a value that leads into another user's run folder.
 
-    It may lead there by itself, by a link inside of the folder that it names, or by another name of
-    the same file. `others` are those folders, each with its owner; what the owner's runs lie in is
-    not to be read, either. `more` are further folders that are read, by what names them.
+    It may lead there directly, by a link inside of a folder, or by another name of the same file.
+    `others` are those folders, each with its owner; the folder of an owner's runs is protected,
+    too. `more` are further folders that are read, by the keys that name them.
     """
     folders = [(Path(folder), user) for folder, user in others if folder]
     theirs = {folder for folder, _ in folders}
     theirs |= {folder.parent for folder, user in folders if folder.parent.name == user}
     for lead in leads(config, more):
         if not theirs.isdisjoint((lead.path, *lead.path.parents)):
-            raise foreign(str(lead))
+            raise foreign_run_error(str(lead))
     several = hard_links(config, more or {})
     if several:
         outermost = {folder for folder in theirs if theirs.isdisjoint(folder.parents)}
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
-                raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")
+                raise foreign_run_error(
+                    f"{several[inode].key}={several[inode].value!r}: a file in it"
+                )
 
 
 def refuse_unregistered_game(config: Mapping[str, Any]) -> None:
@@ -284,7 +285,7 @@ def refuse_removal(record: JobRecord, removal: Removal, others: Iterable[JobReco
         raise StateError(f"run {record.name} is being deleted")
     if removal == "archive" and not record.run_dir:
         raise StateError(
-            f"run {record.name} never had a folder: there is nothing to archive",
+            f"run {record.name} never had a folder, so it cannot be archived",
             hint=f"delete it: `tinkermq delete {record.name}`",
         )
     if removal == "unarchive" and record.archived is None and record.removal == "no":

@@ -222,7 +222,7 @@ class JobChecks:
         return all((await self._known_models(models, reader)).values())
 
     async def _known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
-        """Return of each model whether the reader may know what is there. Raises StorageError."""
+        """Return for each model whether the reader may know what is there. Raises StorageError."""
         return {
             model: await self._files.read(reader.user, reader.may_know, model) for model in models
         }

@@ -17,7 +17,7 @@ from ..jobs.states import wanted_actor
 from .submission import Submission
 
 GAME_ANSWER_S = 3.0
-"""After which a client has to ask again."""
+"""Longest wait for a check in one request."""
 KEPT_S = 60.0
 """How long a reply is kept for a client that does not ask."""
 _PLAY_S = 90.0

@@ -1,7 +1,7 @@
 """What a job starts from, its run folder, and what may change when it resumes.
 
 A job starts from a checkpoint of a run, a `tinker://` checkpoint, or the versions of a live run. A
-`tinker://` checkpoint lies in the run folder of the service; its path names its owner. It is copied
+`tinker://` checkpoint is in the run folder of the service; its path names its owner. It is copied
 to the job's own folder before anything reads it.
 """
 
@@ -64,9 +64,9 @@ def run_dir_of(config: JobConfig, owner: str = "") -> Path:
 
 
 def make_run_dir(config: JobConfig, owner: str = "") -> Path:
-    """Make the folder of a run; one that holds something is another run's.
+    """Create the folder of a run.
 
-    Raises StateError, or StorageError for a folder that cannot be made.
+    Raises StateError if it holds another run, StorageError if it cannot be created.
     """
     folder = run_dir_of(config, owner)
     try:
@@ -75,13 +75,13 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
         occupied = not inside <= {_FORK, _ADAPTERS, _MODELS}
     except OSError as error:
         raise errors.StorageError(
-            f"cannot make the run folder {folder}: {error.strerror}",
+            f"cannot create the run folder {folder}: {error.strerror}",
             hint="set output_dir to a folder that the pool can write to",
         ) from error
     if occupied:
         raise errors.StateError(
             f"the run folder {folder} holds another run",
-            hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
+            hint=f"resume it (`tinkermq resume {config.name}`), or choose another name",
         )
     return folder
 
@@ -94,19 +94,22 @@ def find_checkpoint(
 ) -> tuple[int, str]:
     """Return step and place of a run's checkpoint: of a step, of the `last` or the `best` one.
 
-    `scores` of validated versions say which is the best.
+    `scores` are those of validated versions.
 
     The place is a URL for a run with a store, else a folder. Raises NotFoundError, StorageError.
     """
     if (store := store_of(origin)) is None:
         there = {step: str(path) for step, path in checkpoint_folders(origin.run_dir).items()}
     else:
-        there = {number: one.url for number, one in stored_checkpoints(origin, stores).items()}
+        there = {
+            number: checkpoint.url
+            for number, checkpoint in stored_checkpoints(origin, stores).items()
+        }
     if step == BEST_STEP:
         number = best_of(scores or {}, there)
         if number is None:
             raise errors.NotFoundError(
-                f"no checkpoint that run {origin.name!r} has left was validated",
+                f"run {origin.name!r} has no validated checkpoint left",
                 hint=f"{_where_else(origin, there)}; a run with training.keep_best=true and "
                 "training.test_freq keeps the best",
             )
@@ -122,11 +125,11 @@ def find_checkpoint(
 
 
 def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
-    """Return which steps are there, or why none is."""
+    """Return the steps with checkpoints, or why there are none."""
     if there:
-        return f"there are those of steps {', '.join(map(str, sorted(there)))}"
+        return f"it has those of steps {', '.join(map(str, sorted(there)))}"
     if is_put_away(origin) and origin.archived is not None:
-        return f"they are in its archive: bring it back (`tinkermq archive {origin.name} --undo`)"
+        return f"they are archived: restore them (`tinkermq archive {origin.name} --undo`)"
     return "wait until it has written one (training.save_freq)"
 
 
@@ -144,7 +147,7 @@ async def copy_origins(
 ) -> Copies:
     """Copy what a job starts from, and `folders` that it reads, into its run folder or its store.
 
-    Of an unfinished copy nothing is left. Raises NotFoundError, StorageError.
+    An unfinished copy is removed. Raises NotFoundError, StorageError.
     """
     fork_dir = record.fork_dir
     try:
@@ -166,20 +169,20 @@ async def copy_models(
     """Return a configuration that names the job's own copies of teachers and reference."""
     if not folders:
         return config
-    kept = await asyncio.to_thread(_keep_others, record, folders, _MODELS, stores)
-    return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
+    copies = await asyncio.to_thread(_keep_others, record, folders, _MODELS, stores)
+    return config.model_copy(update={"algorithm": config.algorithm.renamed(copies)})
 
 
 async def free_origins(record: JobRecord, stores: Stores) -> None:
-    """Remove the copies of a job that is not made."""
-    with contextlib.suppress(errors.TinkermqError):  # the store is away: an earlier error counts
+    """Remove the copies of a job that is not created."""
+    with contextlib.suppress(errors.TinkermqError):  # the store fails: an earlier error counts
         await asyncio.to_thread(free_copies, record, stores)
 
 
 def _keep_checkpoint(record: JobRecord, stores: Stores) -> str:
-    """Keep what a job begins with: in its store, or in the run's folder. Raises as below."""
+    """Copy a job's checkpoint to its store, or to its run folder. Raises as `pin_checkpoint`."""
     if is_url(record.fork_dir):
-        only = record.weights_only or not record.trains  # who serves needs no optimiser's state
+        only = record.weights_only or not record.trains  # a server needs no optimiser state
         return keep_stored(record.fork_dir, record.scope, stores, weights_only=only)
     fork = Path(record.fork_dir)
     return str(
@@ -200,18 +203,18 @@ def pin_checkpoint(
     link: bool = True,
     place: str = _FORK,
 ) -> Path:
-    """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
+    """Copy a checkpoint to the folder of the run that starts from it; return the copy.
 
     With `weights_only` the state of the other run's learner is left out. The other run may remove
-    its own meanwhile. Files get a second name where `link` allows that and they lie on one disk;
-    who may write the one then writes the other. Links in the checkpoint are left out.
+    its own meanwhile. Files on the same disk are hard links if `link` allows that; a writer of one
+    then writes the other. Symbolic links in the checkpoint are left out.
 
-    Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
+    Raises NotFoundError when the checkpoint was removed, StorageError when the disk is full.
     """
     leave_out = ["learner"] if weights_only else []
     try:
         with Folder(run_dir) as run:
-            run.remove(place)  # of a submission that was cut off
+            run.remove(place)  # of an interrupted submission
             try:
                 with Folder(checkpoint.parent) as origin:
                     origin.copy(checkpoint.name, run, place, link=link, leave_out=leave_out)
@@ -220,13 +223,13 @@ def pin_checkpoint(
                 raise
     except FileNotFoundError as error:
         raise errors.NotFoundError(
-            f"the checkpoint {checkpoint} has been removed meanwhile",
-            hint="fork from a newer one, or set training.keep_every in the run that makes them",
+            f"the checkpoint {checkpoint} was removed meanwhile",
+            hint="fork from a newer one, or set training.keep_every in the run that writes them",
         ) from error
     except OSError as error:
         raise errors.StorageError(
             f"cannot keep {checkpoint} in {run_dir / place}: {error}",
-            hint="see the folder's rights, and df",
+            hint="check the folder's permissions, and `df`",
         ) from error
     return run_dir / place
 
@@ -234,14 +237,14 @@ def pin_checkpoint(
 def _keep_others(
     record: JobRecord, sources: Mapping[str, str], folder: str, stores: Stores
 ) -> dict[str, str]:
-    """Keep the weights of further checkpoints by their names, in a folder; raises the same."""
-    kept: dict[str, str] = {}
+    """Copy the weights of further checkpoints, by their names, to a folder; raises the same."""
+    places: dict[str, str] = {}
     for name, source in sources.items():
         if is_url(source):
             place = f"{folder}/{name}"
-            kept[name] = keep_stored(source, record.scope, stores, place=place, weights_only=True)
+            places[name] = keep_stored(source, record.scope, stores, place=place, weights_only=True)
             continue
-        kept[name] = str(
+        places[name] = str(
             pin_checkpoint(
                 Path(source),
                 Path(record.run_dir),
@@ -250,7 +253,7 @@ def _keep_others(
                 place=f"{folder}/{quote(name, safe='@')}",
             )
         )
-    return kept
+    return places
 
 
 class Start(NamedTuple):
@@ -267,7 +270,7 @@ class Start(NamedTuple):
 
 
 class NamedModels(NamedTuple):
-    """What a configuration names of other runs and jobs."""
+    """The other runs and jobs that a configuration names."""
 
     folders: dict[str, str]
     """Checkpoints of teachers and the reference, by their names `RUN@STEP`."""
@@ -278,10 +281,10 @@ class NamedModels(NamedTuple):
 
 
 class Origins:
-    """Finds what requests name."""
+    """Finds the runs, jobs and checkpoints that requests name."""
 
     def __init__(self, broker: Broker, view: JobsView) -> None:
-        """Look among the jobs of `view`, and at the broker for what was evaluated."""
+        """Search the jobs of `view`, and the broker's evaluations."""
         self._broker = broker
         self._view = view
 
@@ -292,7 +295,7 @@ class Origins:
         return Start(fork_of, fork_dir, followed, await self._adapters(user, request))
 
     async def _fork(self, user: str, request: SubmitRequest) -> tuple[str | None, str]:
-        """Return what a job begins with and its folder; None and nothing if with no checkpoint."""
+        """Return the name and folder of a job's checkpoint; None and empty without one."""
         if request.fork_of is None:
             if request.weights_only:
                 raise errors.ConfigError(
@@ -312,7 +315,7 @@ class Origins:
         for name, folder in matches:
             if not is_url(folder) and not is_adapter(folder):
                 raise errors.ConfigError(
-                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
+                    f"{name} is not a LoRA checkpoint, so it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",
                 )
         return dict(matches)
@@ -371,7 +374,7 @@ class Origins:
     async def copy_checkpoint(self, user: str, path: str) -> ModelInfo:
         """Copy a checkpoint of a user's run to the service that has its base model.
 
-        Raises NotFoundError, ConfigError for a path that is none of a run, or for a run without an
+        Raises NotFoundError; ConfigError for a path that names no run, or for a run without an
         adapter; QuotaError.
         """
         run = run_in(path)
@@ -383,7 +386,7 @@ class Origins:
         source, folder = await self._find(user, f"{run[0]}@{run[1]}")
         if is_url(folder):
             raise errors.ConfigError(
-                f"{source} lies in a store ({folder}), and services for Tinker read folders",
+                f"{source} is in a store ({folder}), and services for Tinker read folders",
                 hint="train the run without storage.url, on machines that share a disk",
             )
         if not is_adapter(folder):
@@ -434,7 +437,7 @@ class Origins:
 
 
 def begins_with(record: JobRecord) -> str:
-    """Return the model folder that a job, of whose checkpoint only the weights count, leads to."""
+    """Return the model folder of a job that starts from the weights of a checkpoint only."""
     return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
 
 
@@ -450,8 +453,8 @@ def _copy_to_service(
 ) -> ModelInfo:
     """Copy an adapter's folder to the run folder of the service that has its base model.
 
-    Returns what it is; one that is there already stays. Raises NotFoundError where no service has
-    the base, QuotaError, StorageError.
+    Returns its description; an existing copy stays. Raises NotFoundError where no service has the
+    base, QuotaError, StorageError.
     """
     base = os.path.realpath(base_of(folder))
     for service, config in services:
@@ -471,8 +474,8 @@ def _copy_checkpoint(
     known = folders.read(user, name)
     if known is not None and known.is_there(time.time()):
         return known.info
-    with Folder(folder) as taken:
-        size = sum(entry.num_bytes for entry in taken.files())
+    with Folder(folder) as folder_handle:
+        size = sum(entry.num_bytes for entry in folder_handle.files())
     used = folders.size_of(user)
     if used + size > config.tinker.checkpoint_mb << 20:
         raise errors.QuotaError(
@@ -492,11 +495,11 @@ def _copy_checkpoint(
     seq = stored.folder.name
     try:
         with Folder(folder.parent) as run, Folder(stored.place, make=True) as place:
-            place.remove(seq)  # of a copy that was cut off
+            place.remove(seq)  # of an interrupted copy
             run.copy(folder.name, place, seq, leave_out=["learner"])
     except OSError as error:
         raise errors.StorageError(
-            f"{folder} cannot be copied to {stored.folder}: {error}", hint="see the pool's disk"
+            f"{folder} cannot be copied to {stored.folder}: {error}", hint="check the pool's disk"
         ) from error
     folders.commit(stored)
     return stored.info
@@ -528,23 +531,23 @@ _OPTIMIZER = "learner.optimizer"
 _KEPT = (
     ("name", "a run keeps its name and its folder"),
     ("output_dir", "a run keeps its name and its folder"),
-    ("storage.url", "its checkpoints lie there"),
-    ("seed", "the order of its tasks hangs on it"),
-    ("model", "the run goes on with the model of its checkpoint"),
-    ("lora", "the run goes on with the model of its checkpoint"),
-    (_OPTIMIZER, "the checkpoint holds the state of that one"),
-    ("sft.data", "the order of its tasks hangs on it"),
-    ("training.batch_size", "how many tasks may be issued is counted by it from the first step on"),
-    ("training.curriculum", "the checkpoint remembers what it has chosen by it"),
+    ("storage.url", "its checkpoints are there"),
+    ("seed", "the order of its tasks depends on it"),
+    ("model", "the run continues with the model of its checkpoint"),
+    ("lora", "the run continues with the model of its checkpoint"),
+    (_OPTIMIZER, "the checkpoint has the state of that optimiser"),
+    ("sft.data", "the order of its tasks depends on it"),
+    ("training.batch_size", "the number of issued tasks is counted in batches of that size"),
+    ("training.curriculum", "the checkpoint has the state of that curriculum"),
 )
-"""What the checkpoint and the log of a run hang on, and why."""
+"""Keys that the checkpoint and the log of a run depend on, and why."""
 
 
 def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration of a job that has ended, with keys laid over it.
+    """Return the configuration of an ended job, overlaid with changed keys.
 
-    Raises StateError for a job that cannot go on, and ConfigError that names a key that is unknown,
-    or that a run keeps.
+    Raises StateError for a job that cannot continue, and ConfigError that names an unknown key, or
+    a key that cannot change.
     """
     refuse_removed(record)
     if not record.configured:
@@ -562,7 +565,7 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
 
 
 def _instead(name: str, key: str) -> str:
-    """Return the command for what cannot be resumed; a fork takes the optimiser's state, too."""
+    """Return the command for a new run with that change; a fork keeps the optimiser's state."""
     if key == _OPTIMIZER:
         return f"tinkermq train CONFIG --from {name}"
     return f"tinkermq fork {name}@last {key}=…"
@@ -599,7 +602,7 @@ def _value(config: JobConfig, key: str) -> Any:
 
 
 def already_configured(record: JobRecord, config: dict[str, Any]) -> JobRecord:
-    """Answer a `configure` that was sent again after it had started the job."""
+    """Return the record for a repeated `configure` of a started job; raise if it differs."""
     same = {**config, "name": record.name} == {**record.config, "name": record.name}
     if not same:
         raise errors.StateError(

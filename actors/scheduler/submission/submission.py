@@ -1,7 +1,7 @@
 """Submit a job: check it, name it, create its streams and its run folder.
 
-Submitting is idempotent by the client's request id, and so is each step of it: an interrupted
-submission continues where it was when it is sent again.
+Submitting is idempotent by the client's request id, and so is each step: an interrupted submission
+continues when it is sent again.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _HELPERS = {"infer": "serve", "eval": "eval"}
 
 
 def names(config: dict[str, Any], kind: str, source: str) -> Iterator[str]:
-    """Yield names for a job that was given none, for ever; `source` is the run that it is for."""
+    """Yield names for a job without one, for ever; `source` is the run that it serves."""
     helps = _HELPERS.get(kind, "")
     if not helps:
         while True:
@@ -57,7 +57,7 @@ def names(config: dict[str, Any], kind: str, source: str) -> Iterator[str]:
 
 
 def run_name(config: dict[str, Any]) -> str:
-    """Make a readable name for a run that was given none."""
+    """Return a readable name for a run without one."""
     from coolname import generate_slug  # loads word lists that an idle scheduler does without
 
     game = _leaf(config, "env", "game").rsplit(":", 1)[-1].rsplit(".", 1)[-1]
@@ -86,7 +86,7 @@ def check_name(name: Any) -> None:
 
 
 class Submission:
-    """Makes jobs; a name is taken from the moment it is given."""
+    """Creates jobs; a name is taken from the moment it is chosen."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Submission:
         reconciler: Reconciler,
         secrets: SecretStore,
     ) -> None:
-        """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
+        """Create jobs for `reconciler`, with their secrets in `secrets`."""
         self._broker = broker
         self._jobs = jobs
         self._view = view
@@ -105,12 +105,12 @@ class Submission:
         self.origins = origins.Origins(broker, view)
         """What jobs start from."""
         self.checks = JobChecks(broker, view, reconciler, self._files)
-        """What a job is checked for before it is queued."""
+        """The checks before a job is queued."""
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
     async def submit(self, user: str, request: SubmitRequest) -> JobRecord:
-        """Make a job, or return the one that this request id made before.
+        """Create a job, or return the one that this request id created before.
 
         Raises ConfigError, PlacementError, StateError (the name is taken), StorageError.
         """
@@ -136,11 +136,10 @@ class Submission:
         self._view.check_priority(user, request.priority)
 
     async def tried(self, user: str, request: SubmitRequest) -> tuple[JobRecord, JobConfig]:
-        """Return what a job would be, which is not made: its record and its configuration.
+        """Return the record and the configuration that a job would have, without creating it.
 
-        The record names its actors, and the folder that its run would have.
-
-        Raises what `submit` does before it asks nodes.
+        The record names its actors and its run folder. Raises what `submit` does before it asks
+        nodes.
         """
         self._check_kind(user, request)
         parse_config(request.config)
@@ -191,7 +190,7 @@ class Submission:
             self._view.check_growth(None, blank)
             record = await self._complete(blank, None) if request.configured else blank
             job = await self._jobs.job_of_request(user, request.request_id, job)
-            if job != record.job:  # another scheduler has made it meanwhile
+            if job != record.job:  # another scheduler created it meanwhile
                 await origins.free_origins(blank, Stores(self._broker))
                 return await self._jobs.get(user, job)
             if request.sealed:
@@ -201,7 +200,7 @@ class Submission:
             self._names.discard((user, blank.name))
 
     async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
-        """Lay keys over those of a job without a complete configuration; maybe start it.
+        """Overlay the keys of a job without a complete configuration; start it if requested.
 
         Raises StateError if the job has started, and what `submit` raises.
         """
@@ -274,9 +273,9 @@ class Submission:
         return record.model_copy(update=fields), config, models
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields with which a job that has ended waits for its next attempt.
+        """Return the fields with which an ended job waits for its next attempt.
 
-        `changes` are laid over its configuration; where they ask for other actors, it has those.
+        `changes` overlay its configuration; if they ask for other actors, it gets those.
 
         Raises StateError, ConfigError, PlacementError, QuotaError.
         """
@@ -291,8 +290,8 @@ class Submission:
             await self.checks.refuse_long_contexts(config, reader)
             models = await self.origins.named(record, config)
             config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
-            wanted = states.actors_for(config, record.kind)
-            actors = actors if wanted == states.actors_for(before, record.kind) else wanted
+            needed = states.actors_for(config, record.kind)
+            actors = actors if needed == states.actors_for(before, record.kind) else needed
             changed = {
                 "config": config.model_dump(mode="json", exclude_unset=True),
                 "teachers": models.teachers,
@@ -333,7 +332,7 @@ class Submission:
             await self._view.refresh()  # the run that had it may have been deleted just now
         if self._is_taken(user, job, name):
             raise StateError(
-                f"there is a run named {name!r} already",
-                hint=f"go on with it (`tinkermq resume {name}`), or choose another name",
+                f"a run named {name!r} exists already",
+                hint=f"resume it (`tinkermq resume {name}`), or choose another name",
             )
         return name

@@ -198,7 +198,7 @@ async def test_functions_of_ones_own_are_for_admins_and_whom_the_operator_names(
     scheduled: SecuredPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"own_loss": "mine:loss"}
-    with pytest.raises(ConfigError, match=r"own_loss=mine:loss: .* not allowed for user mallory"):
+    with pytest.raises(ConfigError, match=r"own_loss=mine:loss: user mallory may not run own code"):
         await submitted(scheduled, "mallory", tmp_path, algorithm=own)
     assert (await submitted(scheduled, "root", tmp_path, algorithm=own)).state == "QUEUED"
     monkeypatch.setenv("TINKERMQ_ALGORITHM_AUTHORS", "ada, bob")
@@ -250,7 +250,7 @@ async def test_an_api_that_generators_ask_is_one_that_the_operator_names(
     scheduled: SecuredPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"teacher": "http://169.254.169.254/v1?model=m"}
-    told = r"teacher=http://169.254.169.254/v1: .* do not ask this API for user mallory"
+    told = r"teacher=http://169.254.169.254/v1: .* do not call this API for user mallory"
     with pytest.raises(ConfigError, match=told):
         await submitted(scheduled, "mallory", tmp_path, algorithm=asked)
     monkeypatch.setenv("TINKERMQ_TEACHER_URLS", "http://169.254.169.254/v1")
@@ -293,7 +293,7 @@ async def test_users_are_managed_from_python(scheduled: SecuredPool) -> None:
         key = await users.add("grace", slots=2)
         assert "grace" in [one.user for one in await users.list()]
         assert (await users.quota("grace", {"max_slots": 5})).max_slots == 5
-        with pytest.raises(ConfigError, match="there is no bound 'max_slot'"):
+        with pytest.raises(ConfigError, match="there is no limit 'max_slot'"):
             await users.quota("grace", {"max_slot": 5})
         assert await users.rotate("grace") != key
         await users.revoke("grace")

@@ -58,7 +58,7 @@ def test_the_greedy_episode_is_a_baseline_only_if_every_group_has_one() -> None:
 @pytest.mark.parametrize("told", [None, "1", float("nan"), float("inf"), -1e39])
 def test_a_component_of_the_reward_is_a_number_that_can_be_trained(told: object) -> None:
     rows = [make_trajectory([1], [([2], [])], [1.0], info={"correct": told, "other": True})]
-    with pytest.raises(DataError, match=r"reward_components\.correct: the game told"):
+    with pytest.raises(DataError, match=r"reward_components\.correct: the game's `info` has"):
         components_of(rows, ["other", "correct"])
     assert components_of(rows, ["other"]) == [1.0]
 

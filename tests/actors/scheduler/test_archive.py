@@ -58,7 +58,7 @@ async def test_what_a_user_has_beyond_the_bound_is_archived_and_found_as_before(
     assert (await Pool(stack.broker).find("a")).job == jobs[0].job
     again = await stack.submit(name="a", request_id="request-of-a")
     assert again.job == jobs[0].job
-    with pytest.raises(StateError, match="there is a run named 'a' already"):
+    with pytest.raises(StateError, match="a run named 'a' exists already"):
         await stack.submit(name="a")
     with pytest.raises(StateError, match="run a is archived"):
         await stack.ask("resume", JobRequest(job="a"))

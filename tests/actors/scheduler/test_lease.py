@@ -87,7 +87,7 @@ async def test_nodes_that_refuse_the_scheduler_are_a_warning_in_ps(stack: Stack)
         return NodeStatus(node="n9", host="h", slots=2, time=time.time())
 
     pool = Pool(stack.broker)
-    warning = "the scheduler waits for nodes that have heard of a later scheduler and refuse it: n9"
+    warning = "the scheduler waits for nodes that know a later scheduler and refuse this one: n9"
     service = await Service.start(stack.broker, name="n9", description="a node that refuses")
     try:
         await service.endpoint("sync", node("n9", "sync"), NodeSync, sync)

@@ -243,7 +243,7 @@ async def test_an_archive_that_somebody_else_has_written_brings_no_stream_back(
     told["config"]["republish"] = {"src": ">", "dest": "tmq.v1.rpc.admin.users.create"}
     config.write_text(json.dumps(told))
     for _ in range(2):
-        with pytest.raises(StorageError, match=r"archived: .* is not what the scheduler wrote"):
+        with pytest.raises(StorageError, match=r"archived: .* differs from what was written"):
             await Pool(stack.broker).archive_run("kept", undo=True)
     (away,) = await stack.jobs.list_archived(job.user)
     assert (away.removal, away.archived is not None) == ("no", True)

@@ -230,8 +230,8 @@ async def test_a_completed_run_goes_on_with_what_was_changed(stack: Stack) -> No
     ("changes", "words"),
     [
         ({"training": {"batch_size": 3}}, "training.batch_size of run .* cannot be changed"),
-        ({"model": {"path": "another"}}, "goes on with the model of its checkpoint"),
-        ({"learner": {"optimizer": "muon"}}, "the checkpoint holds the state of that one"),
+        ({"model": {"path": "another"}}, "continues with the model of its checkpoint"),
+        ({"learner": {"optimizer": "muon"}}, "the checkpoint has the state of that optimiser"),
         ({"training": {"num_step": 80}}, "num_step"),
     ],
 )

@@ -166,4 +166,5 @@ def test_what_nodes_say_is_entered_in_the_record() -> None:
     assert generator.trouble == ""
     failing = said("learner", "running", restarts=2, fruitless=2, error="deadline: too late\n  x")
     learner, _ = with_statuses(record("RUNNING"), {"learner": failing}, NOBODY)
-    assert learner.trouble == "learner failed 2 times with no work done: deadline: too late"
+    failed = "learner failed 2 times without finishing any work: deadline: too late"
+    assert learner.trouble == failed

@@ -104,7 +104,7 @@ async def test_a_job_that_no_pool_of_this_size_can_hold_is_refused(stack: Stack)
 async def test_a_name_is_given_once(stack: Stack) -> None:
     await stack.scheduler()
     job = await stack.submit(name="mine")
-    with pytest.raises(StateError, match=r"named 'mine' already(.|\n)*resume mine"):
+    with pytest.raises(StateError, match=r"named 'mine' exists already(.|\n)*resume mine"):
         await stack.submit(name="mine")
     await stack.ask("stop", StopRequest(job="mine"))
     await stack.until(job, "CANCELLED")
@@ -124,7 +124,7 @@ async def test_a_folder_that_holds_another_run_is_never_written_over(stack: Stac
 async def test_an_output_folder_that_cannot_be_made_is_told(stack: Stack) -> None:
     await stack.scheduler()
     (stack.folder / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot make the run folder"):
+    with pytest.raises(StorageError, match="cannot create the run folder"):
         await stack.submit(output_dir=str(stack.folder / "file"))
 
 
@@ -177,7 +177,7 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
     (folder / "config.json").write_text("{}")
     with pytest.raises(NotFoundError, match="no checkpoint of step 20") as caught:
         await stack.submit(fork_of="origin@20")
-    assert "there are those of steps 40" in (caught.value.hint or "")
+    assert "it has those of steps 40" in (caught.value.hint or "")
     fork = await stack.submit(fork_of=f"{origin.job}@40")
     assert fork.fork_of == (await stack.submit(fork_of="origin@last")).fork_of == "origin@40"
     shutil.rmtree(folder)  # the other run rotates its checkpoints: the fork keeps what it needs
@@ -213,7 +213,7 @@ async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_has_a_copy_of
 
     told = await eventually(missing, "the scheduler to have seen the streams")
     assert "of step 7" in told.message
-    assert told.hint == "there are those of steps 40"
+    assert told.hint == "it has those of steps 40"
     fork = await stack.submit(fork_of="origin@last")
     own = f"broker:runs/local/{fork.job}/fork"
     assert (fork.fork_of, fork.fork_dir) == ("origin@40", own)
@@ -251,7 +251,7 @@ async def test_a_fork_of_a_run_with_a_store_keeps_a_copy_there(
         mirror.upload(step, made)
     with pytest.raises(NotFoundError, match="of step 7") as missing:
         await stack.submit(fork_of="origin@7")
-    assert missing.value.hint == "there are those of steps 9, 40"
+    assert missing.value.hint == "it has those of steps 9, 40"
     fork = await stack.submit(fork_of="origin@last")
     assert (fork.fork_of, fork.fork_dir) == ("origin@40", f"{url}/runs/local/{fork.job}/fork")
     begun = await stack.submit(fork_of="origin@9", weights_only=True)
@@ -383,7 +383,7 @@ async def test_a_checkpoint_of_ones_run_is_taken_over_by_the_service_of_its_base
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:
     await stack.scheduler()
     job = await stack.submit()
-    with pytest.raises(StateError, match="is QUEUED, only a RUNNING job can be paused"):
+    with pytest.raises(StateError, match="is QUEUED; only a RUNNING job can be paused"):
         await stack.ask("pause", JobRequest(job=job.job))
     await stack.ask("stop", StopRequest(job=job.job))
     await stack.until(job, "CANCELLED")

@@ -101,7 +101,7 @@ def test_a_machine_stays_until_it_was_idle_long_enough() -> None:
 
 def test_no_more_are_asked_for_than_there_may_be_and_leaving_ones_count() -> None:
     decision = decide(BOUNDS, named("here draining"), 2, {}, 0)
-    assert decision == Decision(ask=1, why="3 machines are the most there may be")
+    assert decision == Decision(ask=1, why="the pool may have at most 3 machines")
 
 
 def test_the_least_are_kept_and_asked_for() -> None:

@@ -89,18 +89,20 @@ async def test_a_pod_that_has_ended_is_no_machine_and_makes_room_for_its_name(
 async def test_what_the_cluster_refuses_is_told_in_its_words(
     cluster: Kubernetes, tmp_path: Path
 ) -> None:
-    with pytest.raises(PlacementError, match=r"makes no pod: spec.priority: .* \(it is 'high'\)"):
+    with pytest.raises(
+        PlacementError, match=r"is not a valid pod: spec.priority: .* \(it is 'high'\)"
+    ):
         await source({"spec": {"priority": "high"}}).request_machine("tmq-1")
     with pytest.raises(PlacementError, match=r'HTTP 403.*User "u" cannot list'):
         await source({}, namespace="theirs").list_machines()
-    with pytest.raises(PlacementError, match=r"no Kubernetes is configured.*nowhere"):
+    with pytest.raises(PlacementError, match=r"Kubernetes is not configured.*nowhere"):
         await source({}, context="nowhere").list_machines()
     gone = yaml.safe_load(cluster.kubeconfig.read_text())
     gone["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
     (tmp_path / "gone").write_text(json.dumps(gone))
     with (
         environment({"KUBECONFIG": str(tmp_path / "gone")}),
-        pytest.raises(PlacementError, match="Kubernetes cannot be asked"),
+        pytest.raises(PlacementError, match="Kubernetes cannot be reached"),
     ):
         await source({}).list_machines()
 

@@ -58,7 +58,7 @@ async def test_a_cluster_that_is_gone_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     source = RaySource(machines_config(f"ray:127.0.0.1:{port}"), "nats://127.0.0.1:1")
-    with pytest.raises(PlacementError, match=f"{port}/api/jobs/ cannot be asked: ") as told:
+    with pytest.raises(PlacementError, match=f"{port}/api/jobs/ cannot be reached: ") as told:
         await source.list_machines()
     assert "is the Ray cluster up" in told.value.hint
 

@@ -81,7 +81,7 @@ async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_lo
     assert cluster.of(SILENT)[0] is True, "no time to drain"
 
     async def is_told() -> bool:
-        return "has not been heard of for 0.2 s" in (await keeper.answer(Empty())).trouble
+        return "was silent for 0.2 s" in (await keeper.answer(Empty())).trouble
 
     await eventually(is_told, "the reason")
     await until(lambda: False in cluster.of(SILENT), "what does not drain to be ended")
