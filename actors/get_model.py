@@ -84,7 +84,8 @@ def get(source: str, target: Path, dtype: str) -> None:
                 f"{target} appeared while the model was made", hint="remove it, or name another"
             )
         part.rename(target)
-    say("model", f"{target} ({_size(target) / 1e6:,.0f} MB)")
+    num_bytes = sum(file.stat().st_size for file in target.iterdir())
+    say("model", f"{target} ({num_bytes / 1e6:,.0f} MB)")
 
 
 def _write_into(part: Path, source: str, work: Path, dtype: str) -> None:
@@ -287,10 +288,6 @@ def require_room(folder: Path, num_bytes: int) -> None:
             f"the model takes {num_bytes / 1e6:,.0f} MB, {folder} has {free / 1e6:,.0f} MB free",
             hint="make room, or name a folder on another disk with --output or TINKERMQ_CACHE",
         )
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

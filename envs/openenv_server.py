@@ -18,7 +18,6 @@ import json
 import math
 import re
 import secrets
-import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,12 +36,12 @@ from pydantic import (
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
+from ..schemas.http_server import listening_socket
 from ..schemas.tool_calls import CLOSE, OPEN
 from ..schemas.wire.errors import (
     ConfigError,
     NotFoundError,
     StateError,
-    StorageError,
     TinkermqError,
 )
 from ..schemas.wire.foreign import clean_text, shown
@@ -568,7 +567,7 @@ class OpenEnvServer:
     async def listening(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
         """Serve in this context; yield the port. Raises StorageError for one in use."""
         async with self.game.running():
-            with contextlib.closing(_listening_socket(host, port)) as listening:
+            with contextlib.closing(listening_socket(host, port)) as listening:
                 config = uvicorn.Config(
                     self.application(),
                     log_config=None,
@@ -634,14 +633,3 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=422)
     detail = f"{error.message}: {error.hint}" if error.hint else error.message
     return JSONResponse({"detail": detail}, status_code=error.status)
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise StorageError(
-            f"cannot listen on {host}:{port}: {reason}", hint="choose a free port"
-        ) from error

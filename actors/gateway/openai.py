@@ -54,7 +54,7 @@ from ...schemas.model_apis.responses import RESPONSES
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from .limits import MAX_INFERENCE_BYTES, TAKEN
+from .limits import TAKEN
 from .tinker.trainers import Trainers
 
 # -- finding the model of a request ----------------------------------------------------------------
@@ -291,7 +291,7 @@ class Answering:
         """Answer one request as `broker`'s user."""
         if _STATEFUL in request.headers:
             _refuse_stateful(f"the header {_STATEFUL!r}", "")
-        raw = await read_body(request)
+        raw = await request.body()  # the guard bounds it
         large = len(raw) > _LARGE
         read = await asyncio.to_thread(read_query, raw, api) if large else read_query(raw, api)
         model_request, query = read
@@ -546,16 +546,6 @@ async def _give_up(coming: _Coming, parts: AsyncGenerator[infer.InferPart, None]
     coming.cancel()
     await asyncio.gather(coming, return_exceptions=True)
     await parts.aclose()
-
-
-async def read_body(request: Request) -> bytes:
-    """Return a body; HTTPException 413 if it is too large."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_INFERENCE_BYTES:
-            raise HTTPException(413, f"the body is over {MAX_INFERENCE_BYTES:,} bytes")
-    return bytes(raw)
 
 
 # -- endpoints -------------------------------------------------------------------------------------

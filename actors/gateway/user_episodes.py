@@ -27,7 +27,7 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.model_apis.request import Fields, RequestError
 from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from .openai import UserBrokers, guarded, read_body, unless_gone
+from .openai import UserBrokers, guarded, unless_gone
 from .programs import ProgramEpisodes
 
 MAX_WAIT_S = 300.0
@@ -69,7 +69,7 @@ class UserEpisodes:
     async def open(self, request: Request) -> Response:
         """Take the next episode of a job; answers with its task and the URLs of the model."""
         broker = await self._users.broker(request)
-        name, wait_s = _read_request(await read_body(request))
+        name, wait_s = _read_request(await request.body())
         record = await JobStore(broker).get(broker.user, name)
         _check(record)
         idempotency = request.headers.get("idempotency-key", "")[:_NAME_CHARS]

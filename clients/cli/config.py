@@ -52,7 +52,11 @@ def schema(key: str | None = None, /, *, json: bool = False) -> int:
     if json:
         print_json(JobConfig.model_json_schema())
         return 0
-    rows = [row for row in _rows(JobConfig, "") if _selected(row[0], key)]
+    rows = [
+        row
+        for row in _rows(JobConfig, "")
+        if key is None or row[0] == key or row[0].startswith(f"{key}.")
+    ]
     if not rows:
         from ...schemas.wire.errors import NotFoundError
         from ..validation import did_you_mean
@@ -66,10 +70,6 @@ def schema(key: str | None = None, /, *, json: bool = False) -> int:
         lines = textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
         print_plain("\n".join([f"{name}: {kind}; {default_note}", *lines]))
     return 0
-
-
-def _selected(name: str, key: str | None) -> bool:
-    return key is None or name == key or name.startswith(f"{key}.")
 
 
 def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:

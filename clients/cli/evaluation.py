@@ -194,7 +194,8 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
         rows += [(f"{kind} {name}", text) for name, text in score_rows(scores)]
     print_table(("score", "value"), rows)
     if report.failed:
-        print_note(f"{len(report.failed)} episodes failed; the first: {_first_error(report)}")
+        first = (report.failed[0].error or "").splitlines()[0]
+        print_note(f"{len(report.failed)} episodes failed; the first: {first}")
         print_note(
             "run the same command again to retry them"
             if output
@@ -202,10 +203,6 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
         )
     if output is not None:
         print_plain(f"results  {output}")
-
-
-def _first_error(report: InferenceReport) -> str:
-    return (report.failed[0].error or "").splitlines()[0]
 
 
 def score_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -173,7 +173,7 @@ def print_outcome(progress: RunProgress, config: Path, example: QuickstartExampl
         print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
         print_plain(f"logs       {record.run_dir}/logs")
         return 1
-    smoothed, validation = smoothed_rewards(progress), _points(progress.validation.items())
+    smoothed, validation = smoothed_rewards(progress), sorted(progress.validation.items())
     width = min(stdout().width - 10, _MAX_WIDTH)
     print_plain(f"\n{'':>8}reward over steps: • trained episodes, x validation")
     print_plain(text_plot({"•": smoothed, "x": validation}, width=width))
@@ -226,10 +226,6 @@ def smoothed_rewards(progress: RunProgress) -> Points:
         window = [reward for _, reward in rewards[max(0, end - SMOOTH_STEPS) : end]]
         points.append((step, sum(window) / len(window)))
     return points
-
-
-def _points(values: Iterable[tuple[int, float]]) -> Points:
-    return [(step, value) for step, value in sorted(values)]
 
 
 def _print_next(config: Path) -> None:

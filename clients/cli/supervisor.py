@@ -310,9 +310,6 @@ class Supervisor:
             environment[SECRETS_VARIABLE] = str(self.secrets.folder)
         return environment
 
-    def _credentials(self) -> Path | None:
-        return self.secrets.credentials("scheduler") if self.secrets.exist else None
-
     def _start_server(self) -> str:
         options = self.options
         tls = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
@@ -328,8 +325,9 @@ class Supervisor:
 
     def _wait_until_ready(self, url: str) -> None:
         deadline = time.monotonic() + READY_DEADLINE_S
+        credentials = self.secrets.credentials("scheduler") if self.secrets.exist else None
         while not self.stopping:
-            live_pids = asyncio.run(_list_actor_pids(url, self._credentials()))
+            live_pids = asyncio.run(_list_actor_pids(url, credentials))
             missing = [child.name for child in self.children if not self._answers(child, live_pids)]
             if not missing:
                 return

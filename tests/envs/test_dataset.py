@@ -251,12 +251,16 @@ def test_text_of_a_parquet_file_that_is_not_utf8_is_named_by_row_and_column(
         Dataset([path])
 
 
-@pytest.mark.parametrize("content", [None, 3, {"text": "?"}])
-def test_a_message_of_a_prompt_without_text_is_named_by_its_row(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "problem"), [(None, "is empty"), (3, "has the"), ({"text": "?"}, "has the")]
+)
+def test_a_message_of_a_prompt_without_text_is_named_by_its_row(tmp_path, content, problem):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": prompt, "answer": "1"}))
-    with pytest.raises(DataError, match=r"message 1 of the prompt of row 0 of .*a.jsonl has the"):
+    with pytest.raises(
+        DataError, match=rf"message 1 of the prompt of row 0 of .*a.jsonl {problem}"
+    ):
         Dataset([path]).record(0)
 
 
@@ -610,7 +614,7 @@ def test_conversations_and_tools_are_read(tmp_path: Path, suffix: str) -> None:
         ({"messages": [{"content": "2+2"}]}, "messages of row 0 of .* is"),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "message 0 of row 0 of .* it is empty",
+            "message 0 of row 0 of .* is empty",
         ),
     ],
 )

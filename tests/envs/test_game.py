@@ -447,9 +447,9 @@ def test_validation_rows_are_read_too(tmp_path):
     ("function", "words"),
     [
         ("raises", "raised"),
-        ("says_nothing", "no finite reward"),
-        ("says_text", "no finite reward"),
-        ("says_nan", "no finite reward"),
+        ("says_nothing", "not a finite reward"),
+        ("says_text", "not a finite reward"),
+        ("says_nan", "not a finite reward"),
         ("hangs", "no reward came within 0.3 s"),
         ("not_there", "cannot be imported"),
     ],

@@ -435,7 +435,7 @@ async def test_a_data_file_that_leads_to_what_is_nobodys_business_is_refused(
     actor = process(wanted, sink, "cat", *reads)
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.state == "failed"
-    assert f"leads to {tmp_path / to}, which is no dataset" in actor.status.error
+    assert f"leads to {tmp_path / to}, which is not a dataset" in actor.status.error
 
 
 DRAIN = """

@@ -272,7 +272,7 @@ async def test_a_folder_that_cannot_be_written_is_named(
 async def test_the_file_transport_without_a_folder_is_refused(
     broker: Broker, scope: JobScope
 ) -> None:
-    with pytest.raises(ConfigError, match="there is no folder") as raised:
+    with pytest.raises(ConfigError, match=r"weights\.folder is not set") as raised:
         WeightStore(broker, scope, "file")
     assert "weights.folder" in raised.value.hint
 
