@@ -72,10 +72,10 @@ class Scheduler(SchedulerCalls):
         self._visitor.listed = (time.monotonic(), records)
         return records
 
-    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
+    async def _call_scheduler(self, method: str, request: Message, reply: type[R]) -> R:
         if method not in ("get", "list", "nodes", "trainers"):
             self._visitor.listed = None
-        return await super()._ask(method, request, reply)
+        return await super()._call_scheduler(method, request, reply)
 
 
 B = TypeVar("B", bound=BaseModel)

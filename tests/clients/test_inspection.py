@@ -10,19 +10,16 @@ from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, read_traces
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import PresenceBeat
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
-from tinkermq.clients.cli.deploy import listening_host, read_nats_conf
 from tinkermq.clients.cli.doctor import (
     _rows,
     _summary,
@@ -47,7 +44,6 @@ from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, span_o
 from tests.clients.command import Outcome, command
 from tests.clients.conftest import Cli, new_record
 from tests.clients.test_transcripts import TRANSCRIPTS
-from tests.support.configs import REPOSITORY
 from tests.support.groups import make_group, make_trajectory
 from tests.support.snapshots import assert_transcript
 from tests.support.waiting import PATIENCE_S, eventually
@@ -502,39 +498,6 @@ def test_a_broker_that_came_back_empty_is_told_with_the_nodes_that_saw_it(names:
     assert "came back empty" in found.detail
     assert [one for one in ("a", "b") if f"{one} found at 2001" in found.detail] == names
     assert "tinkermq restore" in found.hint
-
-
-# -- Who can reach a nats-server, read from its configuration --------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "host"),
-    [
-        ("", "all addresses"),
-        ("port: 4222", "all addresses"),
-        ("listen: 4222", "all addresses"),
-        ('listen: "127.0.0.1:4222" # "0.0.0.0:4222"', "127.0.0.1"),
-        ('listen = "[::1]:4222"', "::1"),
-        ("host=10.0.0.1; port=4222", "10.0.0.1"),
-        ("cluster { listen: 10.0.0.2:6222 }\nhost localhost\n// host 0.0.0.0", "localhost"),
-        ("routes: [\n nats://10.0.0.2:6222\n]\nlisten: $WHERE", "10.0.0.3"),
-    ],
-)
-def test_the_address_on_which_clients_are_listened_to(tmp_path: Path, text: str, host: str) -> None:
-    path = tmp_path / "nats.conf"
-    path.write_text(text)
-    assert listening_host(read_nats_conf(path, {"WHERE": "10.0.0.3:4222"})) == host
-
-
-@pytest.mark.parametrize("name", ["single", "cluster"])
-def test_our_own_configurations_are_understood(tmp_path: Path, name: str) -> None:
-    text = (REPOSITORY / f"deploy/nats/{name}.conf").read_text()
-    PoolSecrets(tmp_path / "secrets").create("root", 1)
-    (tmp_path / "nats.conf").write_text(text.replace("# include", "include"))
-    conf = read_nats_conf(tmp_path / "nats.conf", {"NATS_LISTEN": "10.0.0.1:4222"})
-    assert listening_host(conf) == ("127.0.0.1" if name == "single" else "10.0.0.1")
-    assert {"authorization", "accounts", "jetstream"} <= conf.keys()
-    assert ("tls" in conf) == (name == "cluster")
 
 
 # -- A collector that speaks OpenTelemetry's protocol gets the spans of a run ----------------------

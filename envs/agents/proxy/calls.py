@@ -94,7 +94,7 @@ class GatheredAnswer:
         if self.head is None:
             return None
         deltas = [
-            choice.of_tokens(0, **_NO_TOKEN_TEXTS)
+            choice.of_tokens(0, None, **_NO_TOKEN_TEXTS)
             for choice in self.choices
             if choice.token_ids or choice.finish
         ]

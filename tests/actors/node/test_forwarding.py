@@ -37,6 +37,7 @@ import numpy as np
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -186,9 +186,9 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         find_gpus("1:2", MigNvml)
     with pytest.raises(ConfigError, match="names instance 0 of GPU 0"):
         find_gpus("0:0", Nvml)
-    with pytest.raises(ConfigError, match="no list of GPUs"):
+    with pytest.raises(ConfigError, match="not a list of GPUs"):
         find_gpus("0,zero", Nvml)
-    with pytest.raises(ConfigError, match="no list of GPUs"):
+    with pytest.raises(ConfigError, match="not a list of GPUs"):
         find_gpus("", Nvml)
     with pytest.raises(ConfigError, match="names a GPU twice"):
         find_gpus("0,GPU-0", Nvml)
