@@ -297,7 +297,7 @@ class OpenEnvSession:
             max_queue=_MAX_QUEUED_FRAMES,
             proxy=None if is_local(url) else True,
         )
-        connecting.process_redirect = lambda error: error  # follow no redirect
+        connecting.process_redirect = _follow_no_redirect
         try:
             return cls(await connecting, url, access)
         except exceptions.InvalidStatus as error:
@@ -380,6 +380,10 @@ class OpenEnvSession:
             f"{self.url} ended the session during a {kind}: {quoted(error)}",
             hint="see the server's log; the episode starts again",
         )
+
+
+def _follow_no_redirect(error: Exception) -> Exception:
+    return error
 
 
 # -- the pool --------------------------------------------------------------------------------------

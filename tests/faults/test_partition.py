@@ -132,7 +132,7 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
         await heard.stop()
         if ends == "drains":
             [told] = await job.events("checkpoint_damaged")
-            assert "was written by a learner that was cut off" in told.message
+            assert "was written by a fenced-off learner" in told.message
         assert job.record.losses == 1
         await assert_every_position_once(job)
         await assert_every_task_once(job)

@@ -145,7 +145,7 @@ async def mistakes(
         ("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
-        ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
+        ("hostless", ["no task was finished for 1 s (limits.idle_s)", "start them again"]),
     ],
 )
 async def test_a_mistake_fails_the_job_with_its_reason(

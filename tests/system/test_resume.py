@@ -129,7 +129,7 @@ async def test_the_best_is_kept_and_forked_by_name(stack: Stack, model: Path) ->
     assert fork.record.fork_of == f"{run.record.name}@{best}"
     await fork.until("COMPLETED")
 
-    with pytest.raises(NotFoundError, match=r"no checkpoint that run .* was validated"):
+    with pytest.raises(NotFoundError, match=r"run .* has no validated checkpoint left"):
         await stack.submit(small_job(model), fork_of=f"{fork.record.name}@best")
     with pytest.raises(ConfigError, match="keep_best"):
         await stack.submit(small_job(model, training={"keep_best": True, "test_freq": 0}))

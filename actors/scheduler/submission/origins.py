@@ -256,7 +256,7 @@ def _keep_others(
     return places
 
 
-class Start(NamedTuple):
+class JobOrigin(NamedTuple):
     """What a job starts from."""
 
     fork_of: str | None
@@ -288,11 +288,11 @@ class Origins:
         self._broker = broker
         self._view = view
 
-    async def start(self, user: str, request: SubmitRequest) -> Start:
+    async def start(self, user: str, request: SubmitRequest) -> JobOrigin:
         """Find what a job starts from; raises ConfigError, NotFoundError, StateError."""
         fork_of, fork_dir = await self._fork(user, request)
         followed = await self._followed(user, request)
-        return Start(fork_of, fork_dir, followed, await self._adapters(user, request))
+        return JobOrigin(fork_of, fork_dir, followed, await self._adapters(user, request))
 
     async def _fork(self, user: str, request: SubmitRequest) -> tuple[str | None, str]:
         """Return the name and folder of a job's checkpoint; None and empty without one."""

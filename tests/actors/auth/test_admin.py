@@ -189,7 +189,7 @@ async def test_code_that_comes_with_a_model_is_for_admins(
     scheduled: SecuredPool, tmp_path: Path
 ) -> None:
     model = {"path": "models/odd", "trust_remote_code": True}
-    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true: on a pool with users"):
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true: in a pool with users"):
         await submitted(scheduled, "mallory", tmp_path, model=model)
     assert (await submitted(scheduled, "root", tmp_path, model=model)).state == "QUEUED"
 

@@ -250,7 +250,7 @@ def test_an_answer_that_raises_as_it_is_read_is_told() -> None:
 
 @pytest.mark.parametrize("name", ["waits", "yields"])
 def test_a_function_that_answers_later_is_refused_as_it_is_loaded(name: str) -> None:
-    with pytest.raises(ConfigError, match="is async, or yields") as raised:
+    with pytest.raises(ConfigError, match="is async or a generator") as raised:
         custom_function("loss", f"{HERE}:{name}")
     assert f"algorithm.own_loss={HERE}:{name}" in raised.value.message
 

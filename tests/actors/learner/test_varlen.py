@@ -235,7 +235,7 @@ def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for wanted, config, device, dtype, said in (
         ("varlen", PLAIN, GPU, torch.float32, "16 bits, and learner.dtype is float32"),
-        ("varlen", ODD, GPU, torch.bfloat16, "heads have 12 numbers"),
+        ("varlen", ODD, GPU, torch.bfloat16, "heads have size 12"),
         ("varlen", CAPPED, GPU, torch.bfloat16, "capped at 50, which only flash_attention_2"),
         ("sdpa", CAPPED, CPU, torch.float32, "capped at 50, which transformers' sdpa leaves out"),
         ("auto", CAPPED, GPU, torch.bfloat16, "capped at 50, which transformers' sdpa leaves out"),

@@ -209,7 +209,7 @@ async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_has_a_copy_of
     async def missing() -> NotFoundError | None:
         with pytest.raises(NotFoundError) as told:
             await stack.submit(fork_of="origin@7")
-        return told.value if told.value.hint.startswith("there are") else None
+        return told.value if told.value.hint.startswith("it has") else None
 
     told = await eventually(missing, "the scheduler to have seen the streams")
     assert "of step 7" in told.message

@@ -79,7 +79,7 @@ async def test_what_answers_and_is_no_ray_is_told() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         source = RaySource(machines_config(f"ray:127.0.0.1:{server.server_port}"), "nats://x:1")
-        with pytest.raises(PlacementError, match="no dashboard of Ray: '<html>a page"):
+        with pytest.raises(PlacementError, match="not from a Ray dashboard: '<html>a page"):
             await source.list_machines()
         server.shutdown()
 
