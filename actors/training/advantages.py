@@ -206,8 +206,7 @@ def advantage_over_chains(
 def value_loss(
     values_N: Tensor, before_N: Tensor, returns_N: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) of each token, and the tokens where the clip
-    applies.
+    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) of each token; mark clipped tokens.
 
     The clip keeps an update near the values from which the advantages were computed (the value clip
     of PPO's first implementation).
@@ -531,7 +530,8 @@ def gae(
     """Generalised advantage over the generated tokens, whitened over the batch (PPO).
 
     With `by_length` α, λ of a sequence of l tokens is 1 − 1/(αl), at least 0 (VAPO, arXiv
-    2504.05118). `turn_gamma` and `turn_lambda` apply between a turn's last token and the next token.
+    2504.05118). `turn_gamma` and `turn_lambda` apply between a turn's last token and
+    the next token.
     """
     if inputs.values_N is None:
         raise ConfigError(

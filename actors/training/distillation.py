@@ -142,8 +142,7 @@ class Teachers:
         packer: RankPacker,
         parallel: Parallel,
     ) -> None:
-        """Set up teachers; `scorer` scores with the policy, `load` opens a frozen model by its
-        folder.
+        """`scorer` scores with the policy, `load` opens a frozen model by its folder.
 
         Raises ModelError for a teacher that cannot read the policy's tokens.
         """
@@ -233,7 +232,7 @@ class Teachers:
         mine = _empty(batch, self._top_k)
         for micro in self._packer.pack(_as_taught(batch), keep_S):
             request = ScoreOptions(top_k=self._top_k)
-            scores = scorer.score(replace(micro, experts_BTLK=None), request)  # it chooses itself
+            scores = scorer.score(replace(micro, experts_BTLK=None), request)  # own routing
             mine.logprobs_N[micro.index_N] = scores.logprobs_N
             if self._top_k and scores.others_NK is not None and scores.top_ids_NK is not None:
                 _put(mine, micro.index_N, scores.top_ids_NK, scores.others_NK)

@@ -1,18 +1,18 @@
-"""Policy losses: one value for each generated token, its aggregation, KL and entropy.
+"""Policy losses of generated tokens, their aggregation, KL and entropy.
 
-Each loss returns `(loss_N, statistics)`; the statistics are detached sums over tokens, so that
-those of micro-batches add up, to be divided by the number of tokens of the whole batch. The
-importance weight of an off-policy correction multiplies `loss_N` afterwards; see `off_policy.py`.
+Each loss returns `(loss_N, statistics)`; the statistics are detached sums over tokens, which are
+added over micro-batches and divided by the number of tokens of the whole batch. The importance
+weight of an off-policy correction multiplies `loss_N` afterwards; see `off_policy.py`.
 
 Aggregation: the denominators are counted over the whole batch, all micro-batches and ranks, so the
-sum of the aggregates of the parts is the aggregate of the whole, however the batch was cut between
-sequences. A framework that averages gradients over ranks needs the loss times the number of ranks.
+sum of the parts' aggregates is the aggregate of the batch, for any division between sequences. A
+framework that averages gradients over ranks needs the loss times the number of ranks.
 
 KL to a frozen reference is estimated from the sampled tokens: with x = log π − log π_ref the
 estimators are k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (http://joschu.net/blog/kl-approx.html). In
 the loss the gradient flows through `logprobs_N`; the gradient of k1 is 0 in expectation, so k1
-belongs in the reward. k1+ and k3+ have the value of k1 and k3 with the gradient of k2, which is
-that of the KL (as verl names them).
+belongs in the reward. k1+ and k3+ (verl's names) have the values of k1 and k3 with the gradient of
+k2, which is the gradient of the KL.
 
 Shape letters: N generated tokens, S sequences.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from .sequences import choose, lengths_by_sequence, mean_by_sequence, sum_by_sequence
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios beyond it are clamped before they are exponentiated."""
+"""Log-ratios are clamped to ± this value before they are exponentiated."""
 
 _LEAST_LOG_WEIGHT = math.log(1e-8)
 
@@ -45,10 +45,10 @@ class LossInputs:
     advantages_N: Tensor
     """Advantage of each token."""
     old_logprobs_N: Tensor
-    """Policy π_o around which the loss clips: before the update, or proximal."""
+    """Policy π_o around which the loss clips: the policy before the update, or the proximal one."""
     behaviour_logprobs_N: Tensor
-    """Policy π_b that generated the tokens, as recorded by the engine; read by losses with a
-    correction of their own: dppo, dppo_kl, topr, vespo."""
+    """Policy π_b that generated the tokens, as recorded by the engine; read by losses with their
+    own correction: dppo, dppo_kl, topr, vespo."""
     seq_N: Tensor
     """int64: the sequence of each token; read by gspo, gmpo, topr and vespo."""
     num_seqs: int
@@ -74,7 +74,7 @@ def _statistics(
 def _clipped(
     ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """max(−A r, −A clip(r, 1−ε_lo, 1+ε_hi)), and where the clip applies."""
+    """max(−A r, −A clip(r, 1−ε_lo, 1+ε_hi)), and the tokens where the clip applies."""
     plain_N = -advantages_N * ratio_N
     bounded_N = -advantages_N * ratio_N.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain_N, bounded_N), bounded_N > plain_N
@@ -102,7 +102,7 @@ def ppo(
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """Clip the sequence ratio s = exp(mean log r), passed straight through to the tokens.
+    """Clip the sequence ratio s = exp(mean log r), with a straight-through gradient to tokens.
 
     The paper (arXiv 2507.18071) aggregates by `seq-mean-token-mean`.
     """
@@ -115,9 +115,9 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 5.0) -> TokenLoss:
-    """−sg(clip(r, ε_lo, ε_hi)) · A · log π: no token loses its gradient (arXiv 2506.13585).
+    """−sg(clip(r, ε_lo, ε_hi)) · A · log π: every token keeps its gradient (arXiv 2506.13585).
 
-    By default it does not clip from below, as in the paper and in TRL; verl has 1 − 0.2.
+    By default it does not clip from below, as in the paper and in TRL; verl uses 1 − 0.2.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     ratio_N = log_ratio_N.detach().exp()
@@ -129,8 +129,8 @@ def cispo(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 5.0) 
 def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     """−A · exp(mean of clipped log r) over a sequence: the geometric mean (arXiv 2507.20673).
 
-    Each log r is clipped to [−ε_lo, ε_hi] where that is the worse one for its advantage. Each token
-    has its sequence's loss; the paper aggregates by `seq-mean-token-mean`.
+    Each log r is clipped to [−ε_lo, ε_hi] if the clipped value is the worse one for its advantage.
+    Each token has its sequence's loss; the paper aggregates by `seq-mean-token-mean`.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     sign_N = inputs.advantages_N.sign()
@@ -144,7 +144,7 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -
 
 
 def _by_sign(positive_N: Tensor, positive: float, negative: float) -> Tensor:
-    """float64[N]: one of two numbers for each token."""
+    """float64[N]: one of two numbers for each token, by the sign of its advantage."""
     numbers = torch.tensor([negative, positive], dtype=torch.float64, device=positive_N.device)
     return numbers[positive_N.long()]
 
@@ -165,8 +165,8 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
 def topr(inputs: LossInputs) -> TokenLoss:
     """−A log π where A ≥ 0, −sg(min(∏π/π_b, 1)) A log π elsewhere (TOPR, arXiv 2503.14286).
 
-    Positive samples have full weight; negative ones at most their present probability ratio. It
-    corrects for the behaviour policy by itself: use it with `correction=none`.
+    Positive samples have full weight, negative ones at most their current probability ratio. It
+    includes its own off-policy correction: use it with `correction=none`.
     """
     log_ratio_N = inputs.logprobs_N.detach() - inputs.behaviour_logprobs_N
     product_S = sum_by_sequence(log_ratio_N, inputs.seq_N, inputs.num_seqs)
@@ -187,8 +187,8 @@ def vespo(
 ) -> TokenLoss:
     """−sg(φ(W)) A log π, φ(W) = W^k e^(λ(1−W)), W = ∏π/π_b of the sequence (arXiv 2602.10693).
 
-    k and λ depend on the advantage's sign. It corrects for the behaviour policy by itself: use it
-    with `correction=none`.
+    k and λ depend on the advantage's sign. It includes its own off-policy correction: use it with
+    `correction=none`.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N.detach(), inputs.behaviour_logprobs_N)
     product_S = sum_by_sequence(log_ratio_N, inputs.seq_N, inputs.num_seqs)
@@ -219,10 +219,11 @@ def clip_cov(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> TokenLoss:
-    """PPO's clip, without some tokens by whose covariance entropy falls (arXiv 2505.22617).
+    """PPO's clip, without some of the tokens that lower entropy most.
 
-    Of the tokens of a micro-batch that are not clipped, `share` (one at least) are drawn among
-    those whose covariance of advantage and log-prob lies between the bounds, and are not trained.
+    Of the tokens of a micro-batch that are not clipped, `share` (one at least) are drawn from those
+    whose covariance of advantage and log-prob lies between the bounds, and are not trained (arXiv
+    2505.22617).
     """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     loss_N, clipped_N = _clipped(log_ratio_N.exp(), inputs.advantages_N, clip_low, clip_high)
@@ -237,8 +238,8 @@ def clip_cov(
 def kl_cov(inputs: LossInputs, *, share: float = 0.0002, coef: float = 1.0) -> TokenLoss:
     """−A r, and a penalty `coef` · |log r| where entropy falls most (arXiv 2505.22617).
 
-    That is on the `share` of a micro-batch's tokens (one at least) with the greatest covariance of
-    advantage and log-prob.
+    The penalty applies to the `share` of a micro-batch's tokens (one at least) with the greatest
+    covariance of advantage and log-prob.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     cov_N = _covariance(inputs)
@@ -256,7 +257,7 @@ def dppo(
     """−A·π/π_b, masked where the probability has moved too far, + τ (log π/π_b)².
 
     Too far: π − π_b > ε_hi for A > 0, < −ε_lo for A < 0 (total variation, arXiv 2602.04879). It
-    corrects for the behaviour policy by itself: use it with `correction=none`.
+    includes its own off-policy correction: use it with `correction=none`.
     """
     behaviour_N = inputs.behaviour_logprobs_N
     log_ratio_N = log_ratio(inputs.logprobs_N, behaviour_N)
@@ -275,7 +276,7 @@ def dppo_kl(
     """−A · sg(min(π/π_b, cap)) · log π, masked where the token's binary KL has grown too far.
 
     Too far: KL(Bernoulli(π_b)‖Bernoulli(π)) > ε_hi with A > 0 and π > π_b, or > ε_lo with A ≤ 0 and
-    π < π_b (arXiv 2602.04879). It corrects for the behaviour policy by itself.
+    π < π_b (arXiv 2602.04879). It includes its own off-policy correction.
     """
     behaviour_N, current_N = inputs.behaviour_logprobs_N, inputs.logprobs_N.detach()
     log_ratio_N = log_ratio(current_N, behaviour_N)
@@ -297,7 +298,7 @@ def reinforce(inputs: LossInputs) -> TokenLoss:
 
 
 def sft(inputs: LossInputs) -> TokenLoss:
-    """Cross entropy on the tokens of mask 1: −log π. Statistics: none."""
+    """Cross entropy on the tokens of mask 1: −log π. No statistics."""
     return -inputs.logprobs_N, {}
 
 
@@ -334,15 +335,16 @@ class Denominators:
     """Denominators of the losses: counts over the whole batch, on all ranks."""
 
     tokens: int
-    """Generated tokens, before any correction masks some."""
+    """Number of generated tokens, before any correction masks some."""
     sequences: int
-    """Sequences with at least one generated token; rows of one episode are one."""
+    """Number of sequences with at least one generated token; rows of one episode are one
+    sequence."""
     constant_length: int = 1
-    """Divides in seq-mean-token-sum-norm; the longest response allowed."""
+    """Divisor of seq-mean-token-sum-norm: the longest response allowed."""
     lengths_S: Tensor | None = None
-    """int64: generated tokens of each sequence of the whole batch; None: none is divided."""
+    """int64: generated tokens of each sequence of the whole batch; None: no sequence is divided."""
     share_S: Tensor | None = None
-    """Share of each sequence that a part of the batch holds; None: all of it."""
+    """Share of each sequence in a part of the batch; None: each sequence is whole."""
 
     @classmethod
     def of(cls, seq_N: Tensor, constant_length: int = 1, num_seqs: int = 0) -> "Denominators":
@@ -354,7 +356,7 @@ class Denominators:
         """Return the denominators for a part of the batch, by its sequences' numbers in the whole.
 
         An episode of several rows may be divided; an undivided one has a share of exactly 1. Tokens
-        that are only measured do not count in lengths.
+        that are measured but not trained do not count in lengths.
         """
         if self.lengths_S is None:
             return self
@@ -369,14 +371,14 @@ Aggregation = Callable[[Tensor, Tensor, int, Denominators], Tensor]
 def token_mean(
     loss_N: Tensor, seq_N: Tensor, num_seqs_local: int, denominators: Denominators
 ) -> Tensor:
-    """Weigh every token the same."""
+    """Weight every token the same."""
     return loss_N.sum() / max(denominators.tokens, 1)
 
 
 def seq_mean_token_mean(
     loss_N: Tensor, seq_N: Tensor, num_seqs_local: int, denominators: Denominators
 ) -> Tensor:
-    """Weigh every sequence the same: the mean of the sequences' means."""
+    """Weight every sequence the same: the mean of the sequences' means."""
     means_S = mean_by_sequence(loss_N, seq_N, num_seqs_local)
     if denominators.share_S is not None:
         means_S = means_S * denominators.share_S

@@ -1,4 +1,4 @@
-"""Micro-batches: sequences of tokens, and the rows that they are packed into (`packing.py`).
+"""Micro-batches: sequences of tokens, and the rows into which they are packed (`packing.py`).
 
 Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
@@ -24,25 +24,27 @@ class TokenSequence:
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt."""
     experts: NDArray[Any] | None = None
-    """uint8[tokens - 1, L, K]: experts that read each token but the last; None: not recorded."""
+    """uint8[tokens - 1, L, K]: experts that processed each token but the last; None: not
+    recorded."""
     branches: bool = False
-    """Whether it is a row of an agent's episode: a path of a tree, which begins like others."""
+    """Whether it is a row of an agent's episode: a path of a tree, which shares its beginning with
+    others."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Inputs of varlen kernels for a row without padding (`varlen.py`); S counts its runs."""
+    """Inputs of varlen kernels for a row without padding (`varlen.py`); S is the number of runs."""
 
     ends_S: Tensor
-    """int32[S + 1]: cumulative numbers of columns."""
+    """int32[S + 1]: cumulative number of columns."""
     key_ends_S: Tensor
-    """int32[S + 1]: cumulative numbers of keys, those of the path before a run included."""
+    """int32[S + 1]: cumulative number of keys, including keys of the path before a run."""
     longest: int
-    """Most columns of a run."""
+    """Number of columns of the longest run."""
     most_keys: int
-    """Most keys of a run."""
+    """Largest number of keys of a run."""
     num_columns: int
-    """Columns of all runs."""
+    """Number of columns of all runs."""
     key_columns: Tensor | None
     """int64: the column of each key; None: keys and columns are the same."""
 
@@ -55,7 +57,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of tokens, and where to find each generated token in them."""
+    """Rows of tokens, with the places of the generated tokens."""
 
     input_ids_BT: Tensor
     """int64: token ids; 0 where padded."""
@@ -64,32 +66,32 @@ class MicroBatch:
     segment_ids_BT: Tensor
     """int64: segment of each token, from 1 in every row; 0 is padding."""
     seen_until_BT: Tensor
-    """int64: first column behind the token that does not see it; all columns between do. Padding is
-    seen by the padding behind it."""
+    """int64: first column after the token that does not see it; all columns in between see it.
+    Padding is seen by the padding after it."""
     row_N: Tensor
     """int64: row that predicts each generated token."""
     source_col_N: Tensor
     """int64: column whose logits predict it."""
     target_N: Tensor
-    """int64: its id."""
+    """int64: id of each generated token."""
     seq_N: Tensor
     """int64: its sequence within this micro-batch, from 0; an index into `seq_S`."""
     seq_S: Tensor
     """int64: the micro-batch's sequences, as indices into the whole batch."""
     index_N: Tensor
-    """int64: its place among the generated tokens of the whole batch, in the batch's order."""
+    """int64: its index among the generated tokens of the whole batch."""
     images: PackedImages | None = None
-    """The images in the rows, if there are some."""
+    """The images in the rows, if there are any."""
     experts_BTLK: Tensor | None = None
-    """uint8: recorded experts of each token, where they are replayed."""
+    """uint8: recorded experts of each token, if they are replayed."""
     columns: tuple[int, int] | None = None
-    """First column that is computed here, and the end of them; None: all are."""
+    """First and end of the columns that are computed here; None: all columns."""
     runs: Runs | None = None
     """Runs of a single row without padding, for varlen kernels."""
 
     @classmethod
     def empty(cls, device: torch.device) -> "MicroBatch":
-        """Return one column that predicts nothing, for a rank without a share of a micro-batch."""
+        """Return one column without predictions, for a rank without a share of a micro-batch."""
         column_BT = torch.zeros(1, 1, dtype=torch.int64, device=device)
         none_N = torch.empty(0, dtype=torch.int64, device=device)
         return cls(
@@ -107,7 +109,7 @@ class MicroBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it predicts nothing."""
+        """Whether the micro-batch has no predictions."""
         return len(self.index_N) == 0
 
     @property
@@ -134,10 +136,10 @@ class MicroBatch:
 
 
 def columns_of(packed: MicroBatch, place: int, size: int) -> MicroBatch:
-    """Return the rows for a rank that computes only the columns at `place` of `size` parts.
+    """Return the rows for a rank that computes part `place` of `size` parts of the columns.
 
-    Rows are padded to a multiple of `size`. The generated tokens are those that these columns
-    predict. The description of attention stays whole.
+    Rows are padded to a multiple of `size`. The generated tokens are those predicted at these
+    columns. The attention's description covers all columns.
     """
     width = packed.input_ids_BT.shape[1]
     missing = -width % size
@@ -167,7 +169,7 @@ def _padded(values: Tensor, missing: int, value: int) -> Tensor:
 
 
 def _images_of(images: PackedImages, width: int, missing: int) -> PackedImages:
-    """Return images with their places, which count the columns of all rows, in wider rows."""
+    """Return images with places in wider rows; places count the columns of all rows."""
     row_Q, column_Q = images.column_Q // width, images.column_Q % width
     place_Q = row_Q * (width + missing) + column_Q
     return PackedImages(images.images, place_Q, _padded(images.rope_3BT, missing, 0))

@@ -1,7 +1,7 @@
 """The trained model: loading it, and the log-probs of generated tokens.
 
-Shape letters: B rows, T columns of a row, N generated tokens, U columns that predict some
-of them, D hidden size, V vocabulary, K scored tokens in the place of each.
+Shape letters: B rows, T columns of a row, N generated tokens, U columns that predict some of them,
+D hidden size, V vocabulary, K scored tokens at the position of each.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -37,7 +37,7 @@ from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _EXACT = 1e-3
-"""Largest difference of log-probs that may be due to the rounding of float32."""
+"""Largest difference of log-probs that is attributed to float32 rounding."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,23 @@ class TokenScores:
     logprobs_N: Tensor
     """log π of each token at the sampling temperature."""
     entropy_N: Tensor
-    """Entropy in nats of the distribution that each token was drawn from."""
+    """Entropy in nats of the distribution from which each token was drawn."""
     others_NK: Tensor | None = None
-    """log π of other tokens in its place: the requested ones, or the likeliest, best first."""
+    """log π of other tokens at its position: the requested tokens, or the likeliest in order."""
     top_ids_NK: Tensor | None = None
-    """int64: the likeliest tokens, if they were requested."""
+    """int64: the likeliest tokens, if requested."""
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What to compute beside the log-probs."""
+    """What to compute in addition to the log-probs."""
 
     entropy_gradient: bool = False
-    """Entropies with gradient."""
+    """Whether to compute entropies with gradient."""
     others_NK: Tensor | None = None
-    """int64: tokens whose log-probs to compute in the place of each token, with gradient."""
+    """int64: tokens to score at the position of each token, with gradient."""
     top_k: int = 0
-    """Number of likeliest tokens to return in the place of each, without gradient; 0: none."""
+    """Number of likeliest tokens to return at each position, without gradient; 0: none."""
 
 
 _NOTHING_MORE = ScoreOptions()
@@ -78,12 +78,12 @@ def load_model(
     seed: int = 0,
     hollow: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model with float32 master weights, from `folder` if one is given.
+    """Load a causal language model with float32 master weights, from `folder` if given.
 
-    With a rank in `lora` it is the configured model with an adapter: that of the folder, or a fresh
-    one drawn from the seed. It stays in evaluation mode: dropout would make log-probs differ from
+    With a rank in `lora` it is the configured model with an adapter: the folder's, or a new one
+    initialised from the seed. It stays in evaluation mode: dropout would make log-probs differ from
     the generators'. With `hollow` no weights are read (`load_causal_lm`). Raises ModelError with
-    the path and the reason when it cannot be loaded.
+    the path and the reason if it cannot be loaded.
     """
     path = str(folder or config.path)
     if lora is not None and lora.rank:
@@ -102,9 +102,9 @@ def load_model(
 
 
 def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTrainedModel:
-    """Return a model whose layers compute as the learner is configured; ModelError if they cannot.
+    """Configure how the model's layers compute; ModelError if they do not support it.
 
-    It stays in evaluation mode, except for layers that are recomputed.
+    The model stays in evaluation mode, except for recomputed layers.
     """
     if learner.recomputes:
         _refuse_dropout(model, path)
@@ -113,7 +113,7 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
         )
         if learner.offloads:
             _set_checkpointing(model, _checkpoint_in_host_memory)
-        # transformers recomputes in training mode only; modules inside of layers stay in evaluation
+        # transformers recomputes in training mode only; submodules of layers stay in evaluation
         # mode, without the noise that some routers add in training.
         for module in model.modules():
             module.training = hasattr(module, "gradient_checkpointing")
@@ -123,7 +123,7 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
 
 
 def _set_checkpointing(model: nn.Module, function: Callable[..., Any]) -> None:
-    """Have recomputed layers call a function in place of torch's `checkpoint`."""
+    """Make recomputed layers call a function in place of torch's `checkpoint`."""
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             cast(Any, module)._gradient_checkpointing_func = function
@@ -132,17 +132,17 @@ def _set_checkpointing(model: nn.Module, function: Callable[..., Any]) -> None:
 def _checkpoint_in_host_memory(function: Callable[..., Any], *args: Any) -> Any:
     """Recompute a layer, keeping its input in pinned memory until then.
 
-    The copies are made on the computing stream: they take little time beside a layer, and the GPU's
-    memory is free at once. transformers' own `offload` fails on a machine without a GPU.
+    The copies run on the compute stream: they take little time compared with a layer, and the GPU's
+    memory is freed at once. transformers' own `offload` fails on a machine without a GPU.
     """
-    with save_on_cpu(pin_memory=True):  # without a GPU: in memory that is not pinned
+    with save_on_cpu(pin_memory=True):  # without a GPU: memory that is not pinned
         return cast(Any, checkpoint.checkpoint(function, *args, use_reentrant=False))
 
 
 def load_reference(
     config: ModelConfig, learner: LearnerConfig, *, hollow: bool = False
 ) -> PreTrainedModel:
-    """Load the frozen initial policy, to which a KL is taken."""
+    """Load the frozen initial policy, the reference of a KL."""
     model = _load(config, config.path, hollow=hollow)
     if learner.compile:
         compile_layers(model)
@@ -152,10 +152,10 @@ def load_reference(
 
 
 def make_embedding_gradients_sparse(inside: Inside) -> list[nn.Parameter]:
-    """Give trained embeddings sparse gradients, of the rows that were read only.
+    """Give trained embeddings sparse gradients, which hold only the rows that were read.
 
-    Returns their weights, whose `grad` must be set before a backward pass. A dense gradient is as
-    large as the vocabulary, in each pass. GPUs, FSDP2 and weights cast on use keep dense gradients.
+    Returns their weights, whose `grad` must be set before a backward pass. A dense gradient has the
+    size of the vocabulary in each pass. GPUs, FSDP2 and weights cast on use keep dense gradients.
     """
     is_plain = inside.device.type == "cpu" and inside.dtype == torch.float32
     if not is_plain or isinstance(inside, FSDPModule):
@@ -196,9 +196,9 @@ def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
 class Scorer:
     """Computes the log-probs of generated tokens under a model, in packed rows.
 
-    Only the hidden states that predict a generated token go through the output layer. A model whose
-    logits are more than that layer (soft caps, scales) is detected at construction; its own full
-    forward pass is used then.
+    Only the hidden states that predict a generated token go through the output layer. A model that
+    further changes its logits (soft caps, scales) is detected at construction; its own full forward
+    pass is then used.
     """
 
     def __init__(
@@ -218,12 +218,12 @@ class Scorer:
         self._model = model
         self._replay = replay
         self.inside = inside or Inside(model)
-        """The placement of the model, in which its weights are whole."""
+        """The placement of the model; computations inside it have its full weights."""
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
         self.attention: str = config._attn_implementation
-        """The attention of its text layers, as transformers names it."""
+        """Name of its text layers' attention in transformers."""
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
@@ -242,7 +242,7 @@ class Scorer:
         return self.inside.device
 
     def score(self, packed: MicroBatch, request: ScoreOptions = _NOTHING_MORE) -> TokenScores:
-        """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
+        """Return log-probs (with gradient where enabled) and entropies of the N tokens."""
         logprobs_N, entropy_N, *more = self.inside.compute(lambda: self._score(packed, request))
         return TokenScores(logprobs_N, entropy_N, *more)
 
@@ -258,7 +258,7 @@ class Scorer:
         scores = self._score_rows(states_UD, row_M, token_M, request)
         logprobs_N, entropy_N = scores.logprobs_M, scores.entropy_U[place_N]
         if others_NK is not None:
-            # Copies: FSDP2 warns of views among what a module returns.
+            # Copies, since FSDP2 warns of views in a module's output.
             logprobs_N, others_N = logprobs_N.tensor_split([len(place_N)])
             return logprobs_N.clone(), entropy_N, others_N.view(others_NK.shape).clone()
         if request.top_k:
@@ -286,7 +286,8 @@ class Scorer:
         def through(part_UD: Tensor, row_m: Tensor, token_m: Tensor) -> RowScores:
             return score_tokens(head(part_UD), logits, row_m, token_m, *options)
 
-        # A layer with an adapter, or of another class, recomputes a chunk in the backward pass.
+        # An output layer with an adapter, or of another class, is recomputed by chunk in the
+        # backward pass.
         order_M = row_M.argsort(stable=True)
         row_M, token_M = row_M[order_M], token_M[order_M]
         parts = [
@@ -311,10 +312,10 @@ class Scorer:
         return is_whole and weight.requires_grad and not isinstance(self.inside, FSDPModule)
 
     def states_UD(self, packed: MicroBatch, *, logits: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the decoder's hidden states (or the model's logits) at the columns that predict.
+        """Return the decoder's hidden states (or the model's logits) at predicting columns.
 
         Several tokens may be predicted at one column: each column is returned once, and the second
-        tensor has the index of the column that predicts each of the N tokens.
+        tensor has each token's index into the columns.
         """
         if self.flat_rows:
             packed = with_runs(flatten(packed)) if packed.runs is None else packed
@@ -333,7 +334,7 @@ class Scorer:
         return states_BTD.flatten(0, 1)[column_U], place_N
 
     def _read_in(self, packed: MicroBatch) -> dict[str, Tensor]:
-        """Return the model's inputs: ids, or their embeddings where there are images."""
+        """Return the model's inputs: ids, or their embeddings if there are images."""
         ids_BT, images = packed.input_ids_BT, packed.images
         own = slice(*packed.columns) if packed.columns is not None else slice(None)
         if images is None:
@@ -342,7 +343,7 @@ class Scorer:
         return {"inputs_embeds": embeds_BTH[:, own], "position_ids": images.rope_3BT[..., own]}
 
     def _masks(self, packed: MicroBatch) -> Tensor | dict[str, Tensor]:
-        """Build the mask of a micro-batch; one for each kind of layer where they differ."""
+        """Build the mask of a micro-batch; one for each kind of layer if they differ."""
         full = block_causal_mask(packed.seen_until_BT)
         position_BT = packed.position_ids_BT
         if self._window is None or int(position_BT.max()) < self._window:
@@ -354,12 +355,12 @@ class Scorer:
         return {"full_attention": full, "sliding_attention": sliding}
 
     def logits(self, states_UD: Tensor) -> Tensor:
-        """Return the logits of hidden states, or of logits where `full_logits` says so."""
+        """Return the logits of hidden states; with `full_logits` the states are logits already."""
         return states_UD if self.full_logits else self._head(states_UD)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that its output layer knows."""
+        """Number of tokens in its output layer."""
         return int(cast(Tensor, self._head.weight).shape[0])
 
     # -- tests of the model --------------------------------------------------------------------
@@ -367,7 +368,7 @@ class Scorer:
     def _head_is_all(self) -> bool:
         """Return whether the logits are the output layer applied to the decoder's states.
 
-        The states are scaled up so far that a soft cap would show.
+        The states are scaled up so that a soft cap would have a visible effect.
         """
         seen: list[Tensor] = []
 
@@ -386,9 +387,9 @@ class Scorer:
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
 
     def _has_window(self) -> bool:
-        """Return whether the window in a model's configuration is one that its class knows of.
+        """Return whether a model's class uses the attention window of its configuration.
 
-        Llama's configuration may come with a window, and Llama attends to everything.
+        Llama's configuration may have a window, which Llama's attention ignores.
         """
         config = cast(Any, self._model).config.get_text_config()
         ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
@@ -404,10 +405,10 @@ class Scorer:
     def _check_packing(self) -> None:
         """Check that sequences of one row do not see each other; raise ModelError otherwise.
 
-        The log-probs of a sequence must not change with its neighbours, and must equal those of a
-        row of its own. In 16 bits, rounding depends on the length of rows and on the numbers of
-        tokens of experts: differences are compared with those of the first sequence of a row, which
-        can only be rounding, and with the effect of a token of the sequence itself.
+        The log-probs of a sequence must not change with its neighbours, and must equal those in a
+        separate row. In 16 bits, rounding depends on the length of rows and on the experts' token
+        counts: differences are compared with those of the first sequence of a row, which are
+        rounding only, and with the effect of a token of the sequence itself.
         """
         ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
         other = (ids + 7) % self.vocab_size
@@ -434,7 +435,7 @@ class Scorer:
             )
 
     def _probe(self, *sequences: NDArray[np.int64]) -> Tensor:
-        """Return the log-probs of three tokens of each of some sequences that share a row."""
+        """Return the log-probs of three tokens of each of several sequences in one row."""
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         [packed] = pack(
             [TokenSequence(ids, mask) for ids in sequences],

@@ -1,9 +1,9 @@
-"""Dtypes and kernels of a learner's computations, for all of its processes.
+"""Dtypes and kernels of the computations in all processes of a learner.
 
-In 16 bits each weight has a float32 master, which the optimiser updates, and a bfloat16 copy, which
-computes: activations, norms included, are bfloat16, as in the engines. Gradients of a pass are
-bfloat16 and add up in float32. Several ranks cast weights when FSDP2 gathers them; a single rank
-casts those of a layer when the layer runs. Both compute the same.
+In 16 bits the optimiser updates float32 master weights, and passes use bfloat16 copies of them:
+activations, norms included, are bfloat16, as in the engines. Gradients of a pass are bfloat16 and
+accumulate in float32. Several ranks cast weights when FSDP2 gathers them; a single rank casts those
+of a layer when the layer runs. Both compute the same.
 """
 
 # torch leaves some of its methods untyped. Weights of modules are exchanged where torch keeps them,
@@ -28,10 +28,10 @@ _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 
 
 def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
-    """Configure all kernels of this process; to be called before CUDA is used.
+    """Configure all kernels of this process; must be called before CUDA is used.
 
-    On a GPU products in float32 use TF32. With `learner.deterministic` kernels whose order of
-    additions changes are replaced, or raise RuntimeError where torch has no other.
+    On a GPU, float32 products use TF32. With `learner.deterministic`, kernels with a varying order
+    of additions are replaced; they raise RuntimeError if torch has no replacement.
     """
     if on_gpu:
         torch.set_float32_matmul_precision("high")
@@ -41,14 +41,14 @@ def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
         os.environ[_CUBLAS_WORKSPACE] = _DETERMINISTIC_WORKSPACES[0]
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # Nothing here reads memory that it has not written.
+    # Filling uninitialised memory is not needed: all memory is written before it is read.
     cast(Any, deterministic).fill_uninitialized_memory = False
 
 
 def numerics_of(
     device: torch.device, dtype: torch.dtype, attention: str, learner: LearnerConfig
 ) -> Numerics:
-    """Describe how a model on a device computes, for the run's checkpoints."""
+    """Describe how a model computes on a device, for the run's checkpoints."""
     return Numerics(
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -64,16 +64,16 @@ def numerics_of(
 
 
 def is_in_float32(model: nn.Module, name: str) -> bool:
-    """Return whether a model's class always holds a tensor in float32.
+    """Return whether a model's class always keeps a tensor in float32.
 
-    Engines do so, too: corrections that choose experts would choose others in 16 bits.
+    Engines do the same: in 16 bits, router corrections would choose other experts.
     """
     in_float32: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
     return any(f".{part}." in f".{name}." for part in in_float32)
 
 
 def modules_in_float32(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with weights that the model's class holds in float32."""
+    """Return the modules with weights that the model's class keeps in float32."""
     names = [name for name, _ in model.named_parameters() if is_in_float32(model, name)]
     return [model.get_submodule(owner) for owner in {name.rpartition(".")[0] for name in names}]
 
@@ -81,7 +81,7 @@ def modules_in_float32(model: nn.Module) -> list[nn.Module]:
 def store_frozen(
     model: nn.Module, dtype: torch.dtype, in_float32: Sequence[nn.Module] = ()
 ) -> None:
-    """Store frozen weights in the dtype that they compute in; the results are the same."""
+    """Store frozen weights in the compute dtype; the results are the same."""
     exact = {id(weight) for module in in_float32 for weight in module.parameters()}
     for weight in model.parameters():
         if not weight.requires_grad and weight.is_floating_point() and id(weight) not in exact:
@@ -94,10 +94,10 @@ def cast_weights_on_use(
     dtype: torch.dtype,
     in_float32: Sequence[nn.Module] = (),
 ) -> None:
-    """Have a model compute with copies of its weights in `dtype`, made whenever a module runs.
+    """Make a model compute with copies of its weights in `dtype`, made when a module runs.
 
-    `layers` are cast as a whole, other modules each by their own weights. Their inputs are cast,
-    too. Modules `in_float32` compute with their own weights.
+    `layers` are cast as a whole, other modules one by one. Their inputs are cast, too. Modules
+    `in_float32` use their own weights.
     """
     exact = {id(inner) for module in in_float32 for inner in module.modules()}
     within: set[int] = set()
@@ -111,7 +111,7 @@ def cast_weights_on_use(
 
 
 Slot = tuple[nn.Module, str]
-"""A module, and the name of a weight of its own."""
+"""A module, and the name of one of its own weights."""
 
 
 def _slots(
@@ -133,7 +133,7 @@ class _CastModule:
 
     @classmethod
     def install(cls, module: nn.Module, slots: list[Slot], dtype: torch.dtype) -> None:
-        """Add the hooks; they run again where activation checkpointing recomputes a layer."""
+        """Add the hooks; they also run when activation checkpointing recomputes a layer."""
         cast_module = cls(slots, dtype)
         module.register_forward_pre_hook(cast_module.begin, with_kwargs=True)
         module.register_forward_hook(cast_module.end, always_call=True)
@@ -148,7 +148,7 @@ class _CastModule:
         return self._cast(args), self._cast(kwargs)
 
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """Put the weights back, also after an error."""
+        """Restore the weights, also after an error."""
         for (inner, name), master in zip(self._slots, self._masters, strict=True):
             inner._parameters[name] = master
         self._masters = []

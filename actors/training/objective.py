@@ -1,8 +1,8 @@
-"""The objective of a step: the loss of a micro-batch from its log-probs.
+"""The objective of a step: computes the loss of a micro-batch from its log-probs.
 
-Sequences and samples are never split over micro-batches, so every loss and correction reads one
+Sequences and samples are never split over micro-batches, so losses and corrections read one
 micro-batch at a time. Weights that depend on the whole batch (m2po, normalised weights) are
-computed before.
+computed first.
 
 Shape letters: N generated tokens, S sequences.
 """
@@ -27,7 +27,7 @@ from .off_policy import Correction, CorrectionInputs, correct, masked, normalise
 from .sequences import sum_by_sequence
 
 _GRADIENT_AT_ZERO = frozenset({"clip_cov", "dppo", "kl_cov", "sft"})
-"""Losses in which tokens of advantage 0 have a part, too."""
+"""Losses in which tokens with advantage 0 have a gradient."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class StepInputs:
     """The policy's version before the step."""
     advantages_N: Tensor
     old_N: Tensor | None
-    """log π_o; None: the policy at the update is π_o."""
+    """log π_o; None: π_o is the policy at the update."""
     reference_N: Tensor | None
     weights_N: Tensor | None
-    """Correction weights that need the whole batch."""
+    """Correction weights that depend on the whole batch."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in this step."""
     targets: TeacherTargets | None = None
@@ -58,9 +58,9 @@ class MicroLoss:
     loss: Tensor
     """This micro-batch's share of the batch's loss, with gradient."""
     sums: dict[str, Tensor]
-    """Detached values that add up over micro-batches."""
+    """Detached sums, which are added over micro-batches."""
     index_N: Tensor
-    """int64: places in the batch of its tokens, except those that are too old."""
+    """Indices in the batch of its tokens, except tokens that are too old."""
     old_N: Tensor
     """log π_o of these tokens."""
 
@@ -115,9 +115,9 @@ class Objective:
     def without_dropped(
         self, batch: TrainingBatch, kept_N: Tensor, weights_N: Tensor | None
     ) -> tuple[TrainingBatch, Tensor]:
-        """Return the batch to train, and its tokens that count in denominators: bool[N].
+        """Return the batch to train, and the tokens that count in denominators: bool[N].
 
-        If only kept tokens count, the others are left out like tokens that are too old.
+        If only kept tokens count, the others are excluded like tokens that are too old.
         """
         if weights_N is None or self._algorithm.correction_denominator == "all":
             return batch, kept_N
@@ -125,7 +125,7 @@ class Objective:
         return replace(batch, fresh_N=counted_N), counted_N
 
     def dropped_share(self, weights_N: Tensor | None, kept_N: Tensor) -> dict[str, float]:
-        """Return the share of dropped tokens, where the statistics do not include them."""
+        """Return the share of dropped tokens, if the statistics do not include them."""
         if weights_N is None or self._algorithm.correction_denominator == "all":
             return {}
         dropped_n = (weights_N[kept_N] == 0).float()
@@ -150,7 +150,7 @@ class Objective:
         return losses.compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
     def has_gradient(self, inputs: StepInputs) -> Tensor:
-        """Mark the sequences that move the weights; the others need no backward pass."""
+        """Mark the sequences that have a gradient; the others need no backward pass."""
         algorithm, batch = self._algorithm, inputs.batch
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         everywhere = self._custom_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
@@ -162,12 +162,12 @@ class Objective:
         return sum_by_sequence(moved_N, batch.seq_N, batch.num_seqs) > 0
 
     def score_options(self, inputs: StepInputs, micro: MicroBatch) -> ScoreOptions:
-        """Return the options for scoring a micro-batch that the loss needs."""
+        """Return the options for scoring a micro-batch, as required by the loss."""
         others_NK = None if inputs.targets is None else inputs.targets.ids_NK[micro.index_N]
         return ScoreOptions(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
 
     def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
-        """Return whether no token of a micro-batch may be trained."""
+        """Return whether all tokens of a micro-batch are too old to be trained."""
         fresh_N = inputs.batch.fresh_N
         return fresh_N is not None and not bool(fresh_N[micro.index_N].any())
 
@@ -244,7 +244,7 @@ class Objective:
 
 
 def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Tensor, TokenScores]:
-    """Leave out the tokens of a micro-batch that are too old to be trained."""
+    """Exclude the tokens of a micro-batch that are too old to be trained."""
     if inputs.batch.fresh_N is None:
         return index_N, scores
     fresh_N = inputs.batch.fresh_N[index_N]
@@ -254,7 +254,7 @@ def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Te
 
 
 def _teaching(targets: TeacherTargets, index_N: Tensor, scores: TokenScores) -> Tensor:
-    """Return the forward KL of each token from its teacher, 0 without one."""
+    """Return the forward KL of each token from its teacher, or 0 without a teacher."""
     assert scores.others_NK is not None
     kl_N = forward_kl(scores.others_NK, targets.logprobs_NK[index_N])
     return kl_N * targets.taught_N[index_N]
@@ -296,17 +296,17 @@ def _correction_options(config: JobConfig) -> dict[str, Any]:
 
 _FILE = "learner/entropy.json"
 MAX_COEF = 1.0
-"""The coefficient rises no further."""
+"""Upper bound of the coefficient."""
 
 
 @dataclass
 class EntropyBonus:
-    """The coefficient as it is now."""
+    """The current coefficient of the entropy bonus."""
 
     coef: float
-    """Rises and falls with a target, else stays."""
+    """The coefficient; adapted if there is an entropy target, else constant."""
     entropy: float | None = None
-    """Mean entropy of a token in the step before, in nats; None: there was none yet."""
+    """Mean entropy of a token in the previous step, in nats; None: no step yet."""
 
     def of_step(self, algorithm: AlgorithmConfig) -> float:
         """Return the coefficient with which a step is trained."""
@@ -325,11 +325,11 @@ class EntropyBonus:
         self.coef = min(max(self.coef + change, 0.0), MAX_COEF)
 
     def save(self, folder: Path) -> None:
-        """Write it beside the optimiser of a checkpoint."""
+        """Write the coefficient beside the optimiser of a checkpoint."""
         (folder / _FILE).write_text(json.dumps(asdict(self)))
 
     def load(self, folder: Path) -> None:
-        """Load it from a checkpoint that has one; else it stays as configured."""
+        """Load the coefficient if the checkpoint has one; else keep the configured one."""
         if (folder / _FILE).is_file():
             saved = json.loads((folder / _FILE).read_text())
             self.coef, self.entropy = saved["coef"], saved["entropy"]

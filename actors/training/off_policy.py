@@ -1,18 +1,18 @@
-"""Off-policy corrections and masks, and how far the trained policy is from the generating one.
+"""Off-policy corrections and masks, and the mismatch of trained and generating policy.
 
-π_b is the behaviour policy, π_o the policy before the update, w = π_o/π_b. A correction gives a
-weight for each token, 0 where the token is dropped, and the log-probs around which the loss clips;
-any number of masks drops more. Weights never carry a gradient; the denominators of the aggregation
-count tokens before any is dropped, unless `correction_denominator` is `kept`.
+π_b is the behaviour policy, π_o the policy before the update, w = π_o/π_b. A correction returns a
+weight for each token (0 for dropped tokens) and the log-probs around which the loss clips; masks
+drop further tokens. Weights have no gradient; the denominators of the aggregation include dropped
+tokens, unless `correction_denominator` is `kept`.
 
-Sequence corrections need whole sequences, m2po and normalised weights the whole batch: compute them
-before the batch is cut into micro-batches. Only the log-linear proximal policy of `decoupled` needs
-the current log-probs, and works on any part.
+Sequence corrections need whole sequences; m2po and normalised weights need the whole batch: compute
+them before the batch is divided into micro-batches. Only the log-linear proximal policy of
+`decoupled` needs the current log-probs, and it works on any part.
 
 A mask bounds a value of log w = log π_o − log π_b of each token: the ratio w itself, or an estimate
 of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2, k3 = w − 1 − log w. A mask over sequences drops all
-tokens of a sequence: by the sum of its tokens' values (of ratios their product), their mean (of
-ratios the geometric mean), or if one of its tokens is out of bounds.
+tokens of a sequence, by the sum of its tokens' values (for ratios their product), by their mean
+(for ratios the geometric mean), or if one of its tokens is out of bounds.
 
 Shape letters: N generated tokens, S sequences.
 """
@@ -46,7 +46,7 @@ class CorrectionInputs:
     logprobs_N: Tensor | None = None
     """Current log-probs (π); read by `decoupled` with proximal=loglinear."""
     lag_N: Tensor | None = None
-    """Learner's version minus each token's version; read by the same."""
+    """Learner's version minus each token's version; read by `decoupled` with proximal=loglinear."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Correction:
     """Weights and log-probs for the loss."""
 
     weight_N: Tensor
-    """Multiplies the token loss; 0 drops the token; no gradient."""
+    """Weight of the token loss; 0 drops the token; no gradient."""
     old_logprobs_N: Tensor
     """Log-probs around which the loss clips; no gradient."""
 
@@ -67,7 +67,7 @@ def _log_weight(inputs: CorrectionInputs) -> Tensor:
 
 
 def _log_product(inputs: CorrectionInputs) -> Tensor:
-    """log ∏w of each sequence, whose exponential stays finite."""
+    """log ∏w of each sequence, clamped so that its exponential stays finite."""
     total_S = sum_by_sequence(_log_weight(inputs), inputs.seq_N, inputs.num_seqs)
     return total_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -84,7 +84,7 @@ def none(inputs: CorrectionInputs) -> Correction:
 def tis(
     inputs: CorrectionInputs, *, cap: float = 2.0, level: Literal["token", "sequence"] = "token"
 ) -> Correction:
-    """Weigh by min(w, C), or by min(∏w, C) over the sequence (truncated importance sampling)."""
+    """Weight by min(w, C), or by min(∏w, C) over the sequence (truncated importance sampling)."""
     if level not in ("token", "sequence"):
         raise ConfigError(f"correction_level={level} does not exist", hint="choose token, sequence")
     if level == "token":
@@ -97,7 +97,7 @@ def tis(
 
 
 def icepop(inputs: CorrectionInputs, *, floor: float = 0.5, cap: float = 5.0) -> Correction:
-    """Weigh by w where floor ≤ w ≤ cap, and drop the other tokens (IcePop)."""
+    """Weight by w if floor ≤ w ≤ cap, and drop the other tokens (IcePop)."""
     weight_N = _log_weight(inputs).exp()
     outside_N = (weight_N < floor) | (weight_N > cap)
     return Correction(weight_N.masked_fill(outside_N, 0.0), inputs.old_logprobs_N)
@@ -122,11 +122,11 @@ def veto(inputs: CorrectionInputs, *, floor: float = 1e-4) -> Correction:
 
 
 def loglinear_proximal(behaviour_N: Tensor, logprobs_N: Tensor, lag_N: Tensor) -> Tensor:
-    """Interpolate the policy before the update from version tags: no forward pass of its own.
+    """Interpolate the policy before the update from version tags, without a forward pass.
 
     log π_b + α (log π − log π_b), α = (v_prox − v_b)/(v − v_b). The policy before the update is
-    version v_prox, the one in the making v = v_prox + 1, so with lag = v_prox − v_b
-    α = lag/(lag + 1): a token that is up to date takes its recorded log-prob.
+    version v_prox, and the update makes v = v_prox + 1. With lag = v_prox − v_b, α = lag/(lag + 1):
+    an up-to-date token keeps its recorded log-prob.
     """
     alpha_N = (lag_N / (lag_N + 1)).to(behaviour_N.dtype)
     return behaviour_N + alpha_N * (logprobs_N.detach() - behaviour_N)
@@ -142,9 +142,9 @@ def decoupled(
     proximal: Literal["forward", "loglinear"] = "forward",
     cap: float | None = None,
 ) -> Correction:
-    """Weigh by π_prox/π_b, up to `cap`, and clip around π_prox (decoupled PPO, arXiv 2505.24298).
+    """Weight by π_prox/π_b, up to `cap`, and clip around π_prox (decoupled PPO, arXiv 2505.24298).
 
-    The proximal policy is π_o, or interpolated (`loglinear_proximal`).
+    The proximal policy is π_o or an interpolation (`loglinear_proximal`).
     """
     if proximal == "forward":
         return Correction(_up_to(_log_weight(inputs).exp(), cap), inputs.old_logprobs_N)
@@ -159,15 +159,15 @@ def decoupled(
 
 
 def m2po(inputs: CorrectionInputs, *, budget: float = 0.04) -> Correction:
-    """Drop the tokens with the largest (log w)² until the mean over the rest is under budget.
+    """Drop the tokens with the largest (log w)² until the mean of the rest is within the budget.
 
     Second-moment trust region, arXiv 2510.01161. Needs the whole batch.
     """
     squares_N = _log_weight(inputs).double() ** 2
     ascending_N, order_N = squares_N.sort(stable=True)
     counts_N = torch.arange(1, len(squares_N) + 1, device=squares_N.device)
-    # The mean over the smallest k rises with k, so the kept ones are a prefix.
-    # On a GPU torch's sum over floats has no deterministic kernel.
+    # The mean over the smallest k values rises with k, so the kept values are a prefix. On a GPU,
+    # torch's cumulative sum of floats has no deterministic kernel.
     kept_N = ascending_N.cpu().cumsum(0).to(counts_N.device) / counts_N < budget
     keep_N = torch.zeros_like(kept_N)
     keep_N[order_N] = kept_N
@@ -189,7 +189,7 @@ CORRECTIONS: dict[str, CorrectionFn] = {
 def normalised(
     correction: Correction, inputs: CorrectionInputs, *, level: Literal["token", "sequence"]
 ) -> Correction:
-    """Divide the weights by their mean over the tokens, or over the sequences, which is 1 then."""
+    """Divide the weights by their mean over the tokens, or over the sequences."""
     weight_N = correction.weight_N
     if level == "token":
         mean = weight_N.mean()
@@ -220,7 +220,7 @@ def masked(
     inputs: CorrectionInputs,
     advantages_N: Tensor,
 ) -> Correction:
-    """Return a correction with the weight 0 for each token that one of the masks drops."""
+    """Return a correction with weight 0 for each token dropped by one of the masks."""
     weight_N = correction.weight_N
     for mask in masks:
         dropped_N = _out_of_bounds(mask, inputs)
@@ -231,7 +231,7 @@ def masked(
 
 
 def _out_of_bounds(mask: CorrectionMask, inputs: CorrectionInputs) -> Tensor:
-    """Mark the tokens that a mask drops: bool[N]."""
+    """Mark the tokens dropped by a mask: bool[N]."""
     log_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
     value_N = log_N if mask.of == "ratio" else _divergence(mask.of, log_N)
     if mask.over in _BY_SEQUENCE:
@@ -292,10 +292,10 @@ def _mismatch(log_weight_N: Tensor) -> dict[str, float]:
 def mismatch_statistics(old_N: Tensor, behaviour_N: Tensor, lag_N: Tensor) -> dict[str, float]:
     """Compare the learner's log-probs with the engine's, by lag.
 
-    Keys are `staleness/<statistic>/<bucket>` for every bucket that has tokens, and
-    `staleness/num_tokens/<bucket>`. At lag 0 they show the engine's mismatch, above it staleness.
-    Statistics: mean |log w|, largest w, k3 of KL(π_b‖π_o), effective sample size as a share of
-    the tokens (1: all weigh the same).
+    Keys are `staleness/<statistic>/<bucket>` for every bucket with tokens, and
+    `staleness/num_tokens/<bucket>`. At lag 0 they measure the engine's mismatch, at larger lags
+    staleness. Statistics: mean |log w|, largest w, k3 of KL(π_b‖π_o), effective sample size as a
+    share of the tokens (1: equal weights).
     """
     log_weight_N = log_ratio(old_N.double(), behaviour_N.double())
     result: dict[str, float] = {}
@@ -313,7 +313,7 @@ def mismatch_statistics(old_N: Tensor, behaviour_N: Tensor, lag_N: Tensor) -> di
 def off_policy_statistics(
     old_N: Tensor, behaviour_N: Tensor, seq_N: Tensor, num_seqs: int
 ) -> dict[str, float]:
-    """Return verl's statistics of π_o against π_b, by the same formulas, under `off_policy/`.
+    """Return verl's statistics of π_o against π_b under `off_policy/`, by the same formulas.
 
     With l = mean log-prob of a sequence: perplexities are the mean exp(−l), `log_ppl_diff` is the
     mean l_b − l_o, `ppl_ratio` the mean of its exponential; `kl` and `k3_kl` estimate KL(π_b‖π_o)
@@ -346,7 +346,7 @@ def off_policy_statistics(
 def batch_mismatch(
     seen: list[tuple[Tensor, Tensor]], batch: TrainingBatch, version: int
 ) -> dict[str, float]:
-    """Compare the learner's log-probs with the recorded ones: engine mismatch and staleness."""
+    """Compare the learner's log-probs with the recorded ones, for engine mismatch and staleness."""
     if not seen:
         return {}
     device = batch.behaviour_N.device
@@ -364,9 +364,9 @@ def batch_mismatch(
 
 
 def _by_kind(differs_N: Tensor, seq_N: Tensor, kinds: list[str]) -> dict[str, float]:
-    """Return how far log-probs of up-to-date tokens differ, by the kind of an agent's row.
+    """Return the log-probs' differences for up-to-date tokens, by the kind of an agent's row.
 
-    A large difference means that the engine's context differs from that kind of row.
+    A large difference means that the engine's context differs from rows of that kind.
     """
     numbers: dict[str, float] = {}
     for kind in sorted({kind for kind in kinds if kind}):

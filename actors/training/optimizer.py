@@ -1,8 +1,8 @@
-"""The optimiser: made, its learning rate at a step, and its state written and read.
+"""The optimiser: its construction, its learning rate, and writing and reading its state.
 
-Several ranks write the state together, by torch.distributed.checkpoint. Each writes the parts that
-it holds, and reads those that it needs whichever rank wrote them: a checkpoint is not tied to the
-number of ranks. One process reads it, too.
+Several ranks write the state together with torch.distributed.checkpoint. Each rank writes its own
+parts, and reads the parts that it needs from any rank's files: any number of ranks can read a
+checkpoint, also a single process.
 
 Muon makes the momentum of a hidden matrix orthogonal (kellerjordan.github.io/posts/muon). The
 update is scaled so that it is as large as AdamW's are (a root mean square of 0.2, arXiv
@@ -47,21 +47,20 @@ from .ranks import folder_of_all
 # -- Muon ------------------------------------------------------------------------------------------
 
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
-"""They make small singular values grow fastest; all end between 0.7 and 1.2."""
+"""Coefficients that make small singular values grow fastest; all values end between 0.7 and 1.2."""
 _STEPS = 5
 _EPS = 1e-7
 _RMS_OF_ADAMW = 0.2
 _MOMENTUM = "momentum_buffer"
 MUON = "muon"
-"""Marks the group of the matrices in a state."""
+"""Key that marks the group of Muon's matrices in a state."""
 
 
 class Muon(torch.optim.Optimizer):
     """Muon, with Nesterov momentum and decoupled weight decay, for hidden matrices; AdamW for the
     rest.
 
-    For schedules, checkpoints and ranks it is one optimiser, with a group of parameters for each of
-    the two.
+    Schedules, checkpoints and ranks treat it as one optimiser with two parameter groups.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class Muon(torch.optim.Optimizer):
         config: LearnerConfig,
         learning_rate: float,
     ) -> None:
-        """`rest` updates all other parameters; None: none are left."""
+        """`rest` updates all other parameters; None: there are no others."""
         self._adamw = rest
-        # A learner that computes in 16 bits also makes matrices orthogonal in 16 bits.
+        # A learner that computes in 16 bits also orthogonalises in 16 bits.
         on_gpu = any(matrix.is_cuda for matrix in matrices)
         self._dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=on_gpu)]
         own: dict[str, Any] = {
@@ -88,20 +87,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one update with the present gradients."""
+        """Make one update with the current gradients."""
         assert closure is None
         for group in self.param_groups:
             if MUON in group:
                 moved = [weight for weight in group["params"] if weight.grad is not None]
                 self._update(moved, [self.state[weight] for weight in moved], group)
         if self._adamw is not None:
-            # Both are replaced when a state is loaded.
+            # Loading a state replaces both.
             self._adamw.param_groups = [group for group in self.param_groups if MUON not in group]
             self._adamw.state = self.state
             self._adamw.step()
 
     def _update(self, matrices: list[Tensor], states: list[dict[str, Any]], group: Any) -> None:
-        """Update matrices by their orthogonalised momentum."""
+        """Update matrices with their orthogonalised momentum."""
         share = dist.get_world_size() if _is_divided(matrices) else 1
         for begin in range(0, len(matrices), share):
             some = matrices[begin : begin + share]
@@ -116,7 +115,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def _ahead(weight: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
-        """Add a gradient to the momentum; return the momentum a step ahead (Nesterov)."""
+        """Add a gradient to the momentum; return the momentum one step ahead (Nesterov)."""
         gradient = weight.grad
         assert gradient is not None
         if not state:
@@ -125,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(state[_MOMENTUM], momentum)
 
     def _orthogonal(self, updates: list[Tensor]) -> list[Tensor]:
-        """Make updates orthogonal; of sharded ones, each rank computes one for all ranks."""
+        """Orthogonalise updates; for sharded updates, each rank computes one for all ranks."""
         if not _is_divided(updates):
             return [orthogonal(update, self._dtype) for update in updates]
         wholes = [self._gathered(update) for update in updates]
@@ -145,7 +144,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return U S Vᵀ with singular values S near 1 where `matrix` has U, S and V, in `dtype`.
 
-    By five steps of Newton-Schulz: X ← a X + (b XXᵀ + c (XXᵀ)²) X.
+    Uses five steps of Newton-Schulz: X ← a X + (b XXᵀ + c (XXᵀ)²) X.
     """
     is_high = matrix.shape[-2] > matrix.shape[-1]
     x_MN: Tensor = matrix.to(dtype).mT if is_high else matrix.to(dtype)
@@ -163,7 +162,7 @@ def _is_divided(tensors: list[Tensor]) -> bool:
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a tensor of all ranks, sharded as another tensor is."""
+    """Return this rank's part of a full tensor, sharded like another tensor."""
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -173,9 +172,9 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
 def split(
     model: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the hidden matrices among parameters, and all other parameters.
+    """Split parameters into hidden matrices and all other parameters.
 
-    A tensor with more than two dimensions counts as many matrices: some models keep experts so.
+    A tensor with more than two dimensions counts as many matrices, as some models store experts.
     """
     apart = _not_hidden(model)
     matrices = [each for each in parameters if each.ndim in (2, 3) and id(each) not in apart]
@@ -192,7 +191,7 @@ def _not_hidden(model: nn.Module) -> set[int]:
 
 
 _REMOVED = "adamw_8bit"
-"""An optimiser of earlier versions, whose states differ from AdamW's."""
+"""An optimiser of earlier versions; its states differ from AdamW's."""
 _UNREADABLE = "resume from an earlier checkpoint of the run, or fork its weights"
 
 
@@ -201,7 +200,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return a new optimiser for the trained weights of a model, as the learner is configured.
 
-    A critic has a learning rate of its own.
+    A critic has its own learning rate.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if config.optimizer == "adamw":
@@ -214,7 +213,7 @@ def make_optimizer(
 def _adamw(
     parameters: list[nn.Parameter], config: LearnerConfig, learning_rate: float
 ) -> torch.optim.AdamW:
-    """Return torch's AdamW with the learner's settings, and the learning rate `rate`."""
+    """Return torch's AdamW with the learner's settings and the learning rate `rate`."""
     return torch.optim.AdamW(
         parameters,
         lr=learning_rate,
@@ -235,9 +234,9 @@ def optimizer_state(
 
 
 def save_optimizer(path: Path, state: dict[str, Any], parallel: Parallel) -> Callable[[], None]:
-    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one.
+    """Write an optimiser's state: a folder by all ranks together, or later a file by one rank.
 
-    One process alone writes a file that is read without executing pickled code. Raises StorageError
+    A single process writes a file that is read without executing pickled code. Raises StorageError
     on all ranks if one of them cannot write.
     """
     if parallel.sharded:
@@ -247,7 +246,7 @@ def save_optimizer(path: Path, state: dict[str, Any], parallel: Parallel) -> Cal
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the state of an optimiser, whether one rank wrote it or several.
+    """Load the state of an optimiser, written by one rank or several.
 
     Raises ConfigError for the state of another optimiser, StorageError if it cannot be read.
     """
@@ -277,7 +276,7 @@ def _save_together(folder: Path, state: dict[str, Any], parallel: Parallel) -> N
 
 
 def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the state of an optimiser, each rank its own parts.
+    """Read the state of an optimiser; each rank reads its own parts.
 
     Raises StorageError if it cannot be read.
     """
@@ -300,14 +299,14 @@ def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this rank's parts of the state; of a new optimiser, a state of the same shapes."""
+    """Return this rank's parts of the state; for a new optimiser, a state of the same shapes."""
     return get_optimizer_state_dict(model, optimizer)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of an optimiser before its first update.
 
-    torch would make an update of zeros to create a state, and that update would count.
+    To create a state, torch would make an update of zeros, which counts as a step.
     """
     groups = optimizer.param_groups
     settings = [{name: group[name] for name in group if name != "params"} for group in groups]
@@ -315,7 +314,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Return the names that a state written by several ranks has.
+    """Return the names in a state written by several ranks.
 
     Raises StorageError if it cannot be read.
     """
@@ -328,7 +327,7 @@ def _names_in(folder: Path) -> set[str]:
 
 
 def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Raise ConfigError unless a state, known by the names in it, is that of this optimiser."""
+    """Raise ConfigError unless a state is of this optimiser's kind, by the names in it."""
     own_kind = _kind({name for group in optimizer.param_groups for name in group})
     if (saved_kind := _kind(saved)) != own_kind:
         raise ConfigError(
@@ -340,7 +339,7 @@ def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str])
 
 
 def _kind(names: set[str]) -> str:
-    """Return the optimiser among whose settings there are these."""
+    """Return the name of the optimiser that has these settings."""
     return next((name for name in (MUON, _REMOVED) if name in names), "adamw")
 
 
@@ -354,7 +353,7 @@ def _reason(error: CheckpointException) -> str:
 
 @contextlib.contextmanager
 def _alone_without_a_warning() -> Iterator[None]:
-    """Silence torch's warning that distributed checkpoints are used by one process."""
+    """Silence torch's warning about distributed checkpoints in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -364,7 +363,7 @@ def _alone_without_a_warning() -> Iterator[None]:
 
 
 def _decay(kind: str, progress: float) -> float:
-    """Fall from 1 at progress 0 to 0 at progress 1."""
+    """Decay from 1 at progress 0 to 0 at progress 1."""
     if kind == "linear":
         return 1.0 - progress
     if kind == "cosine":
@@ -385,8 +384,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of `step` (from 0).
 
-    It rises linearly over `warmup_steps` and reaches `base` at the last of them; no step has 0.
-    Then it stays, or falls to `min_ratio * base` at the last step and stays there.
+    It rises linearly over `warmup_steps` to `base` at the last of them; it is never 0. Then it is
+    constant, or falls to `min_ratio * base` at the last step and stays there.
     """
     if step < warmup_steps:
         return base * (step + 1) / warmup_steps

@@ -29,21 +29,21 @@ _PART_OF_VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """What turns hidden states into log-probs."""
+    """The computation of log-probs from hidden states."""
 
     weight_VD: Tensor | None = None
-    """None: the states are logits already."""
+    """Weight of the layer; None: the states are already logits."""
     bias_V: Tensor | None = None
     temperature: float = 1.0
     chunk_rows: int = 1 << 30
-    """Rows whose logits are held at once."""
+    """Number of rows whose logits are held at once."""
     adds_to_gradient: bool = False
-    """Add the weight's gradient to its `grad`, float32, in place of returning it to autograd: for a
-    leaf whose gradient nothing but `backward` asks for."""
+    """Whether to add the weight's gradient to its float32 `grad` instead of returning it to
+    autograd: only for a leaf whose gradient is computed by `backward` alone."""
 
 
 class RowScores(NamedTuple):
-    """What is known of the looked-at tokens and of the rows that they stand in."""
+    """Scores of the scored tokens and of their rows."""
 
     logprobs_M: Tensor
     entropy_U: Tensor
@@ -61,8 +61,8 @@ def score_tokens(
 ) -> RowScores:
     """Return the log-prob of token m in row `row_M[m]`, and the entropy of each row, in float32.
 
-    Entropies have a gradient only where `entropy_gradient` says so; the `top_k` likeliest tokens of
-    a row and their log-probs never have one.
+    Entropies have a gradient only with `entropy_gradient`; the log-probs of a row's `top_k`
+    likeliest tokens never have one.
     """
     order_M = row_M.argsort(stable=True)
     scores = cast(
@@ -93,7 +93,7 @@ def row_chunks(
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """See `score_tokens`; the looked-at tokens are sorted by their row."""
+    """See `score_tokens`; the scored tokens are sorted by row."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ class _ScoreTokens(torch.autograd.Function):
             if top_k:
                 top = log_softmax_UV.topk(top_k, -1)
                 top_UK[first:end], top_ids_UK[first:end] = top.values, top.indices
-            # Products of -inf (a masked token) and 0 do not count.
+            # Products of -inf (a masked token) and 0 count as 0.
             terms_UV = log_softmax_UV.exp().mul_(log_softmax_UV).nan_to_num_(nan=0.0)
             entropy_U[first:end] = -terms_UV.sum(-1)
             whole = log_softmax_UV if len(ctx.chunks) == 1 else None
@@ -176,8 +176,8 @@ class _ScoreTokens(torch.autograd.Function):
 def target_logprobs(logits_UV: Tensor, row_M: Tensor, token_M: Tensor) -> Tensor:
     """Return the log-prob of token m in row `row_M[m]` of logits: float32[M].
 
-    It takes no second tensor of the logits' size: the backward pass, which runs once, overwrites
-    them, so they must not be shared.
+    It allocates no second tensor of the logits' size: the backward pass, which runs once,
+    overwrites the logits, so they must not be shared.
     """
     return cast(Tensor, _TargetLogprobs.apply(logits_UV.float(), row_M, token_M))
 
@@ -199,7 +199,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _weight_gradient(weight_VD: Tensor, layer: OutputLayer) -> Tensor:
-    """Return what the weight's gradient is added to."""
+    """Return the tensor to which the weight's gradient is added."""
     if not layer.adds_to_gradient:
         return torch.zeros_like(weight_VD, dtype=torch.float32)
     weight = cast(Tensor, layer.weight_VD)  # autograd may save another object for the same tensor
@@ -211,7 +211,7 @@ def _weight_gradient(weight_VD: Tensor, layer: OutputLayer) -> Tensor:
 def _log_softmax(
     states_UD: Tensor, weight_VD: Tensor | None, bias_V: Tensor | None, layer: OutputLayer
 ) -> Tensor:
-    """Return float32[U, V], which is nobody else's."""
+    """Return a new float32[U, V] tensor."""
     if weight_VD is None:
         logits_UV = states_UD
     elif _is_fast(states_UD, weight_VD):
@@ -232,10 +232,10 @@ def _slope_of_logits(
     slope_M: Tensor,
     by_entropy_UV: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of logits in the place of their probabilities.
+    """Return the gradient of logits in the memory of their probabilities.
 
-    That is Σ g (1[token] − p) of log-probs, and −g p (log p + H) of entropies, of which
-    `by_entropy_UV` has g (log p + H).
+    It is Σ g (1[token] − p) for log-probs, plus −g p (log p + H) for entropies; `by_entropy_UV`
+    holds g (log p + H).
     """
     sum_U = add_at(torch.zeros_like(probs_UV[:, 0]), row_M, slope_M)
     if by_entropy_UV is None:
@@ -247,8 +247,8 @@ def _slope_of_logits(
 
 
 def add_at(row: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Add values to a row at indices, in place, in the same order each time."""
-    if row.device.type == "cpu":  # in sequence there, whatever the number of threads
+    """Add values to a row at indices, in place and in a fixed order."""
+    if row.device.type == "cpu":  # sequential there with any number of threads
         return row.index_add_(0, index, values)
     return row.index_put_((index,), values, accumulate=True)  # sorted there
 
@@ -259,7 +259,7 @@ def _is_fast(states_UD: Tensor, weight_VD: Tensor) -> bool:
 
 def _add_product(total_VD: Tensor, slope_UV: Tensor, states_UD: Tensor, *, fast: bool) -> None:
     if fast:
-        # By parts of the vocabulary: a product as large as the layer would be held beside it.
+        # In parts of the vocabulary, as the full product would have the layer's size.
         for first in range(0, len(total_VD), _PART_OF_VOCABULARY):
             part = slice(first, first + _PART_OF_VOCABULARY)
             total_VD[part] += multiply(slope_UV[:, part].t(), states_UD.t())
