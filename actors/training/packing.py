@@ -1,9 +1,9 @@
-"""Packing: many sequences in few rows, without attention between them.
+"""Packing: places many sequences in few rows, without attention between them.
 
 Rows are filled first-fit-decreasing to a token budget; 98 % of the columns then hold tokens.
-Sequences that begin alike may share one copy of what they have in common (`share_prompts`).
-Positions continue where the shared part ends, and each token sees its own path alone, so that the
-result is the same. Two kinds of units go into a row as a whole:
+Sequences with a common prefix may share one copy of it (`share_prompts`). Positions continue after
+the shared prefix, and each token sees only its own path, so that the result is the same. Two kinds
+of units go into a row as a whole:
 
 - A prompt and its responses, as the episodes of a group are. Each response is a segment of its own
   that sees the prompt and itself. Equal responses, frequent where answers are short, share one
@@ -17,9 +17,9 @@ result is the same. Two kinds of units go into a row as a whole:
   column describes the attention. A tree that is larger than a row is cut into several, each with
   the path that it begins with. Trees are not used where experts are replayed.
 
-The last generated token of a sequence and the tokens behind it take no column: nothing trained
+The last generated token of a sequence and the tokens after it take no column: nothing trained
 depends on them. A token may be predicted in another segment than its neighbours (a response's first
-token at the prompt's last column): `source_col_N` is the column for each token.
+token at the prompt's last column): `source_col_N` has the column of each token.
 
 Sequences with images are packed like others (`policy/vision.py`).
 
@@ -42,7 +42,7 @@ from ..policy.vision import RowImages, SeenImages, pack_images
 from .micro_batch import MicroBatch, TokenSequence
 
 _LEAST_SAVING = 0.05
-"""Share of the computation that trees must save: their segments are more and shorter."""
+"""Share of the computation that trees must save, since their segments are more and shorter."""
 
 IntArray = NDArray[np.int64]
 
@@ -62,17 +62,17 @@ class TokenLayout:
     place_N: IntArray
     """Place of each generated token in its sequence."""
     target_N: IntArray
-    """Its id."""
+    """Id of each generated token."""
     first_S: IntArray
-    """Index of each sequence's first generated token among all of the batch."""
+    """Index of each sequence's first generated token among all generated tokens of the batch."""
     prompts: list[int]
     """Length of each prompt; 0 without generated tokens."""
     totals: list[int]
-    """Tokens of each sequence that need a column: those before its last generated one."""
+    """Tokens of each sequence that need a column: those before its last generated token."""
 
 
 def lay_out(sequences: Sequence[TokenSequence]) -> TokenLayout:
-    """Find the generated tokens of sequences; ValueError for one that begins with one."""
+    """Find the generated tokens of sequences; ValueError for a sequence that begins with one."""
     lengths_S = np.array([len(sequence.mask) for sequence in sequences], dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
     mask = np.concatenate([sequence.mask for sequence in sequences]) != 0
@@ -112,7 +112,7 @@ class RowWriter:
         self.seen_until = np.full(num_columns, num_columns, dtype=np.int64)
         self.images = RowImages.empty(num_columns)
         self.experts: NDArray[np.uint8] | None = None
-        """uint8[T, L, K]: experts that read each token, where they are replayed."""
+        """uint8[T, L, K]: experts that processed each token, if they are replayed."""
         self.num_used = 0
         """Columns that hold a token."""
         self._num_segments = 0
@@ -126,7 +126,7 @@ class RowWriter:
     ) -> IntArray:
         """Append segments that begin at the same position; return their first columns.
 
-        They are seen up to the column `seen_until`, by default each by itself alone.
+        Columns before `seen_until` see them; by default each segment sees only itself.
         """
         starts = self.num_used + np.cumsum(lengths) - lengths
         columns = slice(self.num_used, self.num_used + int(lengths.sum()))
@@ -141,24 +141,24 @@ class RowWriter:
         return starts
 
     def replay(self, starts: IntArray, experts: Sequence[NDArray[np.uint8] | None]) -> None:
-        """Note the experts of the tokens of segments that begin at these columns."""
+        """Set the experts of the tokens of segments that begin at these columns."""
         for start, of_segment in zip(starts.tolist(), experts, strict=True):
             if of_segment is None:
                 continue
             if self.experts is None:
                 self.experts = np.zeros((len(self.ids), *of_segment.shape[1:]), np.uint8)
-                self.experts[:] = np.arange(of_segment.shape[2])  # padding has some, too
+                self.experts[:] = np.arange(of_segment.shape[2])  # for padding, too
             self.experts[start : start + len(of_segment)] = of_segment
 
     def show(self, first: int, seen: SeenImages | None) -> None:
-        """Note the images in what was written from the column `first` on."""
+        """Record the images in the columns from `first` on."""
         self.images.write(first, self.positions[first : self.num_used], seen)
 
 
 def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
-    """Put items into as few bins of `budget` as first-fit-decreasing finds.
+    """Put items into bins of size `budget` by first-fit-decreasing.
 
-    Gives the items of each bin. Equal lengths keep their order, so the result is deterministic.
+    Returns the items of each bin. Equal lengths keep their order, so the result is deterministic.
     """
     items = np.asarray(lengths, dtype=np.int64)
     if 0 < items.sum() <= budget:
@@ -181,7 +181,7 @@ def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list
 
 
 def group_rows(row_lengths: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
-    """Group rows of similar length, so that rows × longest stays within `microbatch_tokens`."""
+    """Group rows of similar length, with rows × longest within `microbatch_tokens`."""
     order = sorted(range(len(row_lengths)), key=lambda row: (-row_lengths[row], row))
     groups: list[list[int]] = []
     longest = 0
@@ -205,12 +205,12 @@ def choose_row_tokens(
     hidden_size: int,
     cut: Callable[[int], Sequence[int]] | None = None,
 ) -> int:
-    """Choose the row length, at most `max_row_tokens`, that costs the least computation.
+    """Choose the row length up to `max_row_tokens` with the least computation.
 
-    Long rows waste fewer columns, short rows waste less attention: a column costs about
-    1 + T / (6 · hidden_size), the second term being attention over a masked row of T columns.
-    `cut` returns the lengths of the units for rows of so many tokens, if they depend on that;
-    `lengths` are then the shortest.
+    Long rows waste fewer columns, short rows waste less attention: a column costs about 1 + T / (6
+    · hidden_size), the second term being attention over a masked row of T columns. `cut` returns
+    the lengths of the units for a given row length, if they depend on it; `lengths` are then the
+    shortest.
     """
     longest = max(lengths, default=1)
     candidates = [min(longest * factor, max_row_tokens) for factor in (1, 2, 3, 4, 6, 8, 12, 16)]
@@ -227,19 +227,19 @@ def choose_row_tokens(
 
 @dataclass(frozen=True)
 class PromptUnit:
-    """A unit of a row: a shared prompt and its responses, or one sequence."""
+    """A unit of a row: a shared prompt with its responses, or one sequence."""
 
     prompt: NDArray[Any]
     copies: tuple[tuple[int, ...], ...]
     """Sequences, grouped by equal columns."""
     length: int
-    """Columns that it takes."""
+    """Number of columns."""
     seen: SeenImages | None = None
     """The images of the prompt."""
 
     @property
     def members(self) -> list[int]:
-        """Its sequences."""
+        """The unit's sequences."""
         return [index for same in self.copies for index in same]
 
     def write(
@@ -265,7 +265,7 @@ class PromptUnit:
         starts = np.repeat(starts, [len(same) for same in self.copies])
         columns = np.repeat(starts, counts) + layout.place_N[index] - shared - 1
         if shared:
-            columns[np.cumsum(counts) - counts] = starts[0] - 1  # the prompt's end
+            columns[np.cumsum(counts) - counts] = starts[0] - 1  # last prompt column
         writer.show(first, self.seen)
         return index, columns
 
@@ -273,13 +273,13 @@ class PromptUnit:
 def _experts_of(
     sequences: Sequence[TokenSequence], chosen: Sequence[int], start: int, ends: Sequence[int]
 ) -> list[NDArray[Any] | None]:
-    """Return the experts of some sequences' tokens from `start` on, where they are replayed."""
+    """Return the experts of some sequences' tokens from `start` on, if they are replayed."""
     recorded = ((sequences[seq].experts, end) for seq, end in zip(chosen, ends, strict=True))
     return [None if experts is None else experts[start:end] for experts, end in recorded]
 
 
 def _key(sequence: TokenSequence, start: int, end: int) -> tuple[bytes, ...]:
-    """Return a key that is equal for sequences that the model computes alike there."""
+    """Return a key that is equal for sequences with the same computation."""
     ids = np.ascontiguousarray(sequence.token_ids[start:end], dtype=np.int64).tobytes()
     experts = sequence.experts
     return (ids,) if experts is None else (ids, experts[start:end].tobytes())
@@ -292,7 +292,7 @@ def make_prompt_units(
     share_prompts: bool,
     see: See,
 ) -> list[PromptUnit]:
-    """Put the sequences of one prompt together, as far as they fit into a row."""
+    """Group the sequences of one prompt, as far as they fit into a row."""
     prompts, totals = layout.prompts, layout.totals
     families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, sequence in enumerate(sequences):
@@ -315,7 +315,7 @@ def make_prompt_units(
 def _same_columns(
     members: Sequence[int], sequences: Sequence[TokenSequence], layout: TokenLayout
 ) -> list[tuple[int, ...]]:
-    """Put together the sequences of one prompt that are equal but for their last token."""
+    """Group the sequences of one prompt that are equal except for their last token."""
     if len(members) == 1:
         return [(members[0],)]
     alike: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
@@ -326,7 +326,7 @@ def _same_columns(
 
 
 def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Split a group whose responses do not fit behind one prompt; an oversized one is alone."""
+    """Split a group whose responses do not fit after one prompt; an oversized one is alone."""
     small = [index for index, length in enumerate(lengths) if length <= budget]
     large = [[index] for index, length in enumerate(lengths) if length > budget]
     bins = first_fit_decreasing([lengths[index] for index in small], budget)
@@ -341,13 +341,13 @@ class TreeUnit:
     """A unit of a row: paths of one tree, in depth-first order."""
 
     members: list[int]
-    """Its sequences."""
+    """The unit's sequences."""
     shared: list[int]
-    """Columns that each has in common with the one before it; the first one: 0."""
+    """Columns that each sequence shares with the previous one; 0 for the first one."""
     length: int
-    """Columns that it takes."""
+    """Number of columns."""
     seen: SeenImages | None
-    """The images, in the part that all of its sequences have in common."""
+    """The images, in the prefix that all its sequences share."""
 
     def write(
         self, writer: RowWriter, sequences: Sequence[TokenSequence], layout: TokenLayout
@@ -355,7 +355,7 @@ class TreeUnit:
         """Write it into a row; return its generated tokens and the columns that predict them."""
         first = writer.num_used
         path = np.empty(0, dtype=np.int64)
-        """Columns of the tokens of the sequence at hand."""
+        """Columns of the current sequence's tokens."""
         index: list[IntArray] = []
         columns: list[IntArray] = []
         for seq, shared in zip(self.members, self.shared, strict=True):
@@ -375,21 +375,21 @@ class TreeUnit:
 
 @dataclass(frozen=True)
 class DepthFirst:
-    """Sequences in depth-first order of the trees that they are paths of."""
+    """Sequences in depth-first order of their trees."""
 
     order: list[int]
     shared: list[int]
-    """Columns that each has in common with the one before it; 0: it begins another tree."""
+    """Columns that each sequence shares with the previous one; 0: it begins another tree."""
     totals: list[int]
-    """Columns of each."""
+    """Columns of each sequence."""
     seen: list[SeenImages | None]
-    """The images of each; what is in common holds them all, or nothing is."""
+    """The images of each sequence; a shared prefix holds all of them, or is empty."""
 
     @classmethod
     def of(
         cls, sequences: Sequence[TokenSequence], totals: Sequence[int], see: See
     ) -> "DepthFirst":
-        """Order sequences of which the first `totals` tokens matter; those of 0 are left out."""
+        """Order sequences by their first `totals` tokens; sequences with 0 are left out."""
         chosen = [index for index, total in enumerate(totals) if total]
         images = _Beginnings(see)
         images_of = {index: images.of(sequences[index]) for index in chosen}
@@ -425,7 +425,7 @@ class DepthFirst:
         return units
 
     def lengths(self, budget: int) -> list[int]:
-        """Return the lengths of the units that `cut` gives."""
+        """Return the lengths of the units that `cut` returns."""
         return [unit.length for unit in self.cut(budget)]
 
 
@@ -436,9 +436,9 @@ def make_tree_units(
     hidden_size: int | None,
     see: See,
 ) -> tuple[list[TreeUnit], int]:
-    """Cut the trees of a batch into units; return them and the length of the rows for them.
+    """Cut the trees of a batch into units; return them and the row length for them.
 
-    With `hidden_size` that is the length, at most `max_row_tokens`, of the least computation.
+    With `hidden_size` it is the length up to `max_row_tokens` with the least computation.
     """
     trees = DepthFirst.of(sequences, layout.totals, see)
     row_tokens = max_row_tokens
@@ -448,21 +448,21 @@ def make_tree_units(
 
 
 def count_distinct(paths: Sequence[NDArray[np.integer[Any]]]) -> int:
-    """Count the tokens of paths, those that several begin with in common once."""
+    """Count the distinct tokens of paths; common prefixes count once."""
     order = sorted(range(len(paths)), key=lambda index: _sort_key(paths[index]))
     shared = sum(_num_shared(paths[before], paths[other]) for before, other in pairwise(order))
     return sum(map(len, paths)) - shared
 
 
 class _Beginnings:
-    """Tells sequences with images apart: those that begin alike, up to their last image."""
+    """Numbers the beginnings of sequences, up to their last image, to distinguish images."""
 
     def __init__(self, see: See) -> None:
         self._see = see
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, sequence: TokenSequence) -> tuple[int, SeenImages | None]:
-        """Return the number of a sequence's beginning, 0 without images, and its images."""
+        """Return the number of a sequence's beginning (0 without images), and its images."""
         seen = self._see(sequence) if sequence.images else None
         if seen is None:
             return 0, None
@@ -472,12 +472,12 @@ class _Beginnings:
 
 
 def _sort_key(token_ids: NDArray[np.generic]) -> bytes:
-    """Return bytes in the order of the ids, the first one first."""
+    """Return bytes that sort in the order of the ids."""
     return token_ids.astype(">u4").tobytes()
 
 
 def _num_shared(left: NDArray[np.generic], other: NDArray[np.generic]) -> int:
-    """Count the tokens that two paths begin with in common."""
+    """Return the length of two paths' common prefix."""
     length = min(len(left), len(other))
     differs = left[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -488,7 +488,7 @@ def _num_shared(left: NDArray[np.generic], other: NDArray[np.generic]) -> int:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Units, and the rows that they are put into."""
+    """Units, and the rows that hold them."""
 
     units: Sequence[PromptUnit | TreeUnit]
     bins: list[list[int]]
@@ -498,13 +498,13 @@ class _Rows:
 
     @classmethod
     def of(cls, units: Sequence[PromptUnit | TreeUnit], row_tokens: int) -> "_Rows":
-        """Put units into as few rows as first-fit-decreasing finds."""
+        """Put units into rows by first-fit-decreasing."""
         lengths = [unit.length for unit in units]
         bins = first_fit_decreasing(lengths, row_tokens)
         return cls(units, bins, [sum(lengths[unit] for unit in bin_) for bin_ in bins])
 
     def cost(self, hidden_size: int | None) -> float:
-        """Return the computation in columns, attention included where rows have a mask."""
+        """Return the computation in columns, including attention if rows have a mask."""
         if hidden_size is None:
             return sum(self.lengths)
         return sum(length * (1 + length / (6 * hidden_size)) for length in self.lengths)
@@ -534,7 +534,7 @@ def _make_rows(
     hidden_size: int | None,
     see: See,
 ) -> _Rows:
-    """Put sequences into rows, as trees where agents' episodes are some, or that is cheaper."""
+    """Put sequences into rows, as trees for agents' episodes or if trees are cheaper."""
     must_be_trees = any(item.branches and item.experts is None for item in sequences)
     may_be_trees = must_be_trees or all(item.experts is None for item in sequences)
     if not (share_prompts and may_be_trees):
@@ -585,7 +585,7 @@ def _build(
 
 
 def _stacked(experts: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
-    """Put the records of rows together; all have one, or none has."""
+    """Concatenate the records of rows; all rows have one, or none has."""
     rows = [row for row in experts if row is not None]
     return torch.as_tensor(np.stack(rows)) if rows else None
 
@@ -605,10 +605,10 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack a batch into micro-batches of at most `microbatch_tokens` columns, padding included.
 
-    Each sequence lies in one row; one without generated tokens is in no micro-batch. Rows have at
-    most `max_row_tokens` columns; with `hidden_size` their length is chosen for the least
-    computation (`choose_row_tokens`). `see` finds the images of a sequence, for a model that sees
-    them. Deterministic. Raises ConfigError for a sequence that does not fit.
+    Each sequence is in one row; sequences without generated tokens are in no micro-batch. Rows have
+    at most `max_row_tokens` columns; with `hidden_size` their length is chosen for the least
+    computation (`choose_row_tokens`). `see` finds the images of a sequence, for a vision model.
+    Deterministic. Raises ConfigError for a sequence that does not fit.
     """
     if not sequences:
         return []
@@ -621,9 +621,9 @@ def pack(
 
 
 def block_causal_mask(seen_until_BT: Tensor) -> Tensor:
-    """Build the attention mask, True where a column (dim 2) sees another (dim 3): bool[B, 1, T, T].
+    """Build the attention mask, True if a column (dim 2) sees another (dim 3): bool[B, 1, T, T].
 
-    A column sees itself and those earlier ones that are seen up to it or beyond. Padding sees only
+    A column sees itself and the earlier columns whose `seen_until` is beyond it. Padding sees only
     padding, so that no row of the mask is empty.
     """
     column_T = torch.arange(seen_until_BT.shape[1], device=seen_until_BT.device)

@@ -1,11 +1,11 @@
-"""The ranks of a learner as the training step sees them: FSDP2 over processes, wherever they are.
+"""The ranks of a learner in the training step: FSDP2 over processes on any machines.
 
-Each rank holds a part of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
+Each rank holds a shard of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
 computes a part of the batch. A layer's weights are gathered while it computes; gradients are summed
 over the ranks, never averaged: losses are divided by counts over the whole batch. With replicas the
-ranks are rows of a mesh (HSDP): weights are divided and gathered within a row, and gradients summed
-within it, then over the rows. A rank alone, the usual case, holds everything, and all of this does
-nothing.
+ranks form a mesh (HSDP): weights are sharded and gathered within a row, and gradients are summed
+within a row, then over the rows. A single rank, the usual case, holds everything, and these
+operations do nothing.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -56,9 +56,9 @@ from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, st
 from .varlen import AttentionKey, choose_attention, set_attention
 
 # -- attention over sequences whose columns are divided over processes -----------------------------
-# As in Ulysses (arXiv 2309.14509): each process has a part of the columns of all heads. Before the
-# attention they exchange: each then has all columns of a part of the heads, and any kernel and any
-# mask do; behind it they change back.
+# As in Ulysses (arXiv 2309.14509), each process has a part of the columns of all heads. An exchange
+# before the attention gives each process all columns of a part of the heads, so that any kernel and
+# mask can be used; an exchange after the attention restores the parts.
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """transformers' attention interface: (module, query, key, value, mask, **) to [B, T, H, D], …"""
@@ -72,11 +72,11 @@ class SequenceGroup:
     """Their process group."""
     size: int
     place: int
-    """Of this one, in the order of the columns."""
+    """Index of this process, in the order of the columns."""
 
 
 def _divide_attention(model: nn.Module, share: SequenceGroup) -> None:
-    """Let a model read rows of which each process has a part, beside those that it has whole.
+    """Make a model accept rows divided over the processes, in addition to full rows.
 
     Raises ConfigError for a model whose heads cannot be divided.
     """
@@ -115,7 +115,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend to whole sequences, of which the columns here are a part where a mask is wider."""
+    """Compute attention over full sequences; a wider mask shows that the columns are a part."""
     if query_BHTD.shape[2] == _length(attention_mask, options, query_BHTD.shape[2]):
         return inner(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
     heads = (_exchanged(states, share) for states in (query_BHTD, key_BHTD, value_BHTD))
@@ -130,7 +130,7 @@ def _length(mask: Tensor | None, options: dict[str, Any], own: int) -> int:
 
 
 class _Exchange(torch.autograd.Function):
-    """Give the part at place p of [P, …] to the process at place p."""
+    """Send the part at index p of [P, …] to process p."""
 
     @staticmethod
     def forward(ctx: Any, parts_P: Tensor, group: Any) -> Tensor:
@@ -146,7 +146,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(states: Tensor, share: SequenceGroup) -> Tensor:
-    """Cut dimension 1 into parts, and put what comes for them together in dimension 2.
+    """Divide dimension 1 over the processes, and concatenate received parts in dimension 2.
 
     [B, H, T / P, D] becomes [B, H / P, T, D], and [B, T, H / P, D] becomes [B, T / P, H, D].
     """
@@ -156,25 +156,24 @@ def _exchanged(states: Tensor, share: SequenceGroup) -> Tensor:
 
 
 # -- the repeated layers of a model ----------------------------------------------------------------
-# They are what ranks gather, and torch.compile translates, one at a time. Compiling one layer
-# serves all of its kind: they share its code. Rows and columns are dynamic, so that micro-batches
-# of other sizes are not compiled anew. Hooks of FSDP2 and the recomputation of activations stay
-# outside of what is compiled.
+# Ranks gather them, and torch.compile compiles them, one at a time. All layers of a kind share the
+# compiled code. Rows and columns are dynamic, so that micro-batches of other sizes are not compiled
+# again. Hooks of FSDP2 and the recomputation of activations are outside of the compiled code.
 
 _MAX_VARIANTS = 64
-"""Of one layer's code: with and without gradients, masks, dropout; more is an error of torch's."""
+"""Variants of one layer's code (gradients, masks, dropout); more raise an error in torch."""
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers names as those not to be split, in order."""
+    """Return the layers that transformers marks as not to be split, in order."""
     kinds: set[str] = set(cast(Any, model)._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the decoder's layers at their first use; each is one graph, or an error.
+    """Compile the decoder's layers at their first use, each as a full graph.
 
-    Raises ConfigError where torch cannot compile anything.
+    Raises ConfigError if torch cannot compile at all.
     """
     _require_compiler()
     torch.compiler.config.recompile_limit = _MAX_VARIANTS
@@ -186,7 +185,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _require_compiler() -> None:
-    """Compile something small, where the models are computed."""
+    """Compile something small on the models' device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.compile(torch.sin)(torch.ones(2, device=device))
@@ -201,16 +200,17 @@ def _require_compiler() -> None:
 
 T = TypeVar("T")
 COLLECTIVE_DEADLINE_S = 600.0
-"""A rank that is waited for longer than this has failed, and with it the learner."""
+"""A rank that others await for longer than this has failed, and with it the learner."""
 _BACKGROUND_DEADLINE_S = 3600.0
-"""There a rank may wait for the slowest disk; a dead one is noticed by its connection."""
+"""Deadline in the background group, where ranks may wait for a slow disk; a dead rank is noticed by
+its connection."""
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 class Inside(nn.Module):
-    """A model in its place; what is computed with its weights runs in here, where they are whole.
+    """Wraps a placed model; computations inside it have the full weights.
 
-    As a module around the model it is where FSDP2 gathers the weights that belong to no layer.
+    As the module around the model, it is where FSDP2 gathers weights outside of layers.
     """
 
     def __init__(
@@ -219,18 +219,18 @@ class Inside(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Wrap a model that computes on `device`, by default where its weights are, in `dtype`."""
+        """Wrap a model that computes on `device` (default: where its weights are) in `dtype`."""
         super().__init__()
         self.model = model
         self.device = next(model.parameters()).device if device is None else device
         self.dtype = dtype
 
     def forward(self, work: Callable[[], T]) -> T:
-        """Run some computation; its tensors may have gradients."""
+        """Run a computation; its tensors may have gradients."""
         return work()
 
     def compute(self, work: Callable[[], T]) -> T:
-        """Run some computation, and give the gathered weights back if no backward pass will."""
+        """Run a computation; free the gathered weights if no backward pass will."""
         result = self(work)
         if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
             self.reshard()
@@ -239,32 +239,32 @@ class Inside(nn.Module):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a learner meet before they connect to each other."""
+    """The meeting point of a learner's ranks before they connect to each other."""
 
     store: Store
     """A TCPStore at rank 0."""
     address: str
-    """Where that is."""
+    """Address of the store."""
     own_address: str
-    """Where this rank listens for the others."""
+    """Address on which this rank listens for the others."""
     name: str
-    """What this meeting is called there, known to nobody else."""
+    """Secret name of this meeting in the store."""
     apart: bool
-    """Whether each rank has GPUs of its own, not one of those that all of them see."""
+    """Whether each rank has its own GPUs, instead of one of those visible to all ranks."""
 
     @classmethod
     def open(cls, address: str = LOOPBACK_ADDRESS, *, apart: bool = False) -> "Meeting":
-        """Be met, as rank 0, at an address of this machine; by default no other reaches it."""
+        """Open the meeting as rank 0 at an address of this machine, by default a local one."""
         return cls(open_store(address), address, address, secrets.token_hex(16), apart)
 
     def to_map(self) -> dict[str, Any]:
-        """Return what other ranks are told, as JSON can write it."""
+        """Return the information for other ranks, as JSON values."""
         place = {"address": self.address, "port": self.store.port}
         return {**place, "name": self.name, "apart": self.apart}
 
     @classmethod
     def reach(cls, invitation: Mapping[str, Any]) -> "Meeting":
-        """Join what another rank has opened; ProcessGroupFailed where it cannot be reached."""
+        """Join a meeting opened by another rank; ProcessGroupFailed if it cannot be reached."""
         address, port = invitation["address"], invitation["port"]
         store = reach_store(address, port)
         return cls(
@@ -273,7 +273,7 @@ class Meeting:
 
 
 class Parallel:
-    """One rank among those that train together."""
+    """One of the ranks that train together."""
 
     def __init__(
         self,
@@ -286,13 +286,13 @@ class Parallel:
     ) -> None:
         """A rank that computes on `device` (default: where the model is), of a mesh if sharded.
 
-        `sequence`: with which it divides each sequence. `background`: a second group of all ranks,
+        `sequence`: the ranks that share each sequence. `background`: a second group of all ranks,
         for collectives of another thread.
         """
         self.rank = rank
         self.size = size
         self.group: dist.ProcessGroup | None = None
-        """The group of its collectives; None: the one in which the ranks train."""
+        """The group of its collectives; None: the default group, in which the ranks train."""
         self._device = device
         self._mesh = mesh
         self.sequence = sequence
@@ -305,16 +305,16 @@ class Parallel:
 
     @classmethod
     def join(cls, rank: int, config: LearnerConfig, meeting: "Meeting") -> "Parallel":
-        """Meet the other ranks; to be left with `leave`.
+        """Connect to the other ranks; call `leave` at the end.
 
-        Raises ConfigError for what this machine does not have.
+        Raises ConfigError for hardware that this machine does not have.
         """
         place, beside = (0, 1) if meeting.apart else (rank, config.ranks)
         device = device_of(place, beside, config, torch.cuda.device_count())
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Ranks listen on one interface only. NCCL has one for all groups of a process, also for one
-        # that sends weights elsewhere.
+        # Ranks listen on one interface only. NCCL uses one for all groups of a process, also for a
+        # group that sends weights elsewhere.
         interface = interface_of(meeting.own_address)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -326,9 +326,10 @@ class Parallel:
                 world_size=config.ranks,
                 timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
             )
-            # NCCL connects at the first collective only: a machine without a route is told here.
+            # NCCL connects at the first collective only: this one detects a machine without a
+            # route.
             dist.all_reduce(torch.zeros(1, device=device))
-        except RuntimeError as error:  # all that torch.distributed raises
+        except RuntimeError as error:  # torch.distributed raises nothing more specific
             raise no_route(f"rank {rank} of the learner", meeting.own_address, error) from error
         mesh, sequence = _mesh_of(device, config), _sequence_of(rank, config.context_parallel)
         deadline = timedelta(seconds=_BACKGROUND_DEADLINE_S)
@@ -337,34 +338,34 @@ class Parallel:
 
     @property
     def in_background(self) -> "Parallel":
-        """The same rank in the second group: its collectives may run beside those of a step."""
+        """The same rank in the second group, whose collectives may run beside those of a step."""
         beside = copy.copy(self)
         beside.group = self._background
         return beside
 
     def leave(self) -> None:
-        """Give up the connections to the other ranks."""
+        """Close the connections to the other ranks."""
         if self._mesh is not None:
             dist.destroy_process_group()
 
     @property
     def sharded(self) -> bool:
-        """Whether the weights are held in parts."""
+        """Whether the weights are sharded."""
         return self._mesh is not None
 
     @property
     def num_shares(self) -> int:
-        """In how many parts the sequences of a batch are dealt out."""
+        """Number of parts into which the sequences of a batch are divided."""
         return self.size if self.sequence is None else self.size // self.sequence.size
 
     @property
     def share(self) -> int:
-        """Which of the parts this rank computes, alone or with its neighbours."""
+        """Index of the part that this rank computes, alone or with its neighbours."""
         return self.rank if self.sequence is None else self.rank // self.sequence.size
 
     @property
     def filled_by_another(self) -> bool:
-        """Whether rank 0 alone reads weights, and this one gets its parts from there."""
+        """Whether only rank 0 reads weights, and this rank receives its parts from rank 0."""
         return self.rank > 0
 
     def place(
@@ -376,12 +377,12 @@ class Parallel:
         *,
         moves_frozen: bool = False,
     ) -> Inside:
-        """Put a model where it computes, in parts where it is sharded; all ranks together.
+        """Place a model on its device, sharded if configured; called on all ranks together.
 
-        Its weights are those that rank 0 has. Modules `in_float32` compute with float32 weights,
-        whatever the rest of the model does. Weights without a gradient lie in the dtype that they
-        compute in, unless `moves_frozen`: something else than an optimiser changes them. Raises
-        ConfigError for an attention that cannot compute the model.
+        Its weights are those of rank 0. Modules `in_float32` compute with float32 weights in any
+        dtype of the model. Weights without a gradient are stored in the compute dtype, unless
+        `moves_frozen`: something other than an optimiser changes them. Raises ConfigError for an
+        attention that cannot compute the model.
         """
         device = self._device or next(model.parameters()).device
         dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=device.type == "cuda")]
@@ -399,7 +400,7 @@ class Parallel:
             store_frozen(model, dtype, in_float32_here)
         if self._device is not None and not self.sharded:
             model.to(self._device)
-        if not config.compile:  # which makes kernels of its own
+        if not config.compile:  # it generates its own kernels
             use_onednn(model, TRAINED_WEIGHTS)
         inside = Inside(model, device, dtype)
         if self._mesh is None:
@@ -431,7 +432,7 @@ class Parallel:
 
     @torch.no_grad()
     def _hand_out(self, inside: Inside, values: list[Tensor]) -> None:
-        """Give all ranks their parts of what rank 0 has whole, one tensor after the other."""
+        """Send all ranks their parts of rank 0's full tensors, one tensor after the other."""
         for place, tensor in enumerate(_tensors(inside)):
             value = values[place] if values else torch.empty(tensor.shape, dtype=tensor.dtype)
             value = value.to(self._device)
@@ -447,7 +448,7 @@ class Parallel:
         return max(self.gather(number))
 
     def gather(self, value: T) -> list[T]:
-        """Return what each rank has, by rank."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -461,9 +462,9 @@ class Parallel:
         return values
 
     def gather_whole(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor on the CPU with all its parts, on rank 0; None elsewhere.
+        """Return the full tensor on the CPU of rank 0; None on other ranks.
 
-        All ranks come here together. Unlike `whole` it needs no GPU and no memory on other ranks.
+        Called on all ranks together. Unlike `whole` it needs no memory on GPUs or other ranks.
         """
         if not isinstance(tensor, DTensor):
             return tensor if self.rank == 0 else None
@@ -477,7 +478,7 @@ class Parallel:
                 dist.send(local.contiguous(), 0, group=self.group)
             return None
         gathered = torch.empty(tensor.shape, dtype=tensor.dtype)
-        num_rows = -(-len(gathered) // len(holders))  # of each but the last, as torch.chunk has it
+        num_rows = -(-len(gathered) // len(holders))  # of each but the last, as torch.chunk divides
         for place, holder in enumerate(holders):
             part = gathered[place * num_rows : (place + 1) * num_rows]
             if holder == 0:
@@ -488,7 +489,7 @@ class Parallel:
 
 
 def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
-    """Return the mesh of all ranks: neighbours hold one copy of the model."""
+    """Return the mesh of all ranks: a row of neighbours holds one copy of the model."""
     if config.replicas == 1:
         return init_device_mesh(device.type, (config.ranks,))
     return init_device_mesh(
@@ -499,7 +500,7 @@ def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
 
 
 def _sequence_of(rank: int, size: int) -> SequenceGroup | None:
-    """Return the neighbours of a rank that divide sequences with it."""
+    """Return the neighbours of a rank that share its sequences."""
     if size == 1:
         return None
     group, _ = dist.new_subgroups(size)
@@ -511,9 +512,9 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) -> torch.device:
-    """Return where the rank at `place` of so many computes, that all see so many GPUs.
+    """Return the device of rank `place`, if all ranks see the same GPUs.
 
-    Raises ConfigError for what such a machine cannot do.
+    Raises ConfigError for an impossible division of the GPUs.
     """
     if not num_gpus:
         if config.cpu_offload:
@@ -532,14 +533,14 @@ def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) 
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with all its parts, on every rank; all ranks ask for it together."""
+    """Return the full tensor on every rank; called on all ranks together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def divided(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, divided as another one is that is its like.
+    """Return this rank's part of a full tensor, sharded like another tensor.
 
-    All ranks ask for it together. What is divided already stays as it is, and so do counts.
+    Called on all ranks together. Sharded tensors and counts are returned unchanged.
     """
     if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or not tensor.ndim:
         return tensor
@@ -550,9 +551,9 @@ def divided(tensor: Tensor, like: Tensor) -> Tensor:
 def whole_tensors(
     model: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what changes from version to version, once for tied tensors, one gathered at a time.
+    """Yield the tensors that change between versions (tied ones once), gathered one at a time.
 
-    With `dtype` tensors are as they are published. All ranks go through it together.
+    With `dtype`, in the published dtype. Called on all ranks together.
     """
     for name, tensor in _changing(model):
         kept_dtype = tensor.dtype if dtype is None else _published_as(model, name, tensor, dtype)
@@ -560,7 +561,7 @@ def whole_tensors(
 
 
 def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what changes from version to version, once for tied tensors."""
+    """Yield the tensors that change between versions; tied tensors once."""
     seen: set[int] = set()
     for name, tensor in policy_tensors(model).items():
         if id(tensor) not in seen:
@@ -569,7 +570,7 @@ def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a published tensor: that in which an engine holds it."""
+    """Return the dtype of a published tensor, which is the engine's dtype for it."""
     if not tensor.is_floating_point():
         return tensor.dtype
     return torch.float32 if is_in_float32(model, name) else dtype
@@ -578,10 +579,10 @@ def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtyp
 def snapshot(
     models: Mapping[str, nn.Module], dtype: torch.dtype, draft: UnfinishedFile | None = None
 ) -> dict[str, TensorBytes]:
-    """Copy what changes from version to version, of each policy, once for tied tensors.
+    """Copy each policy's tensors that change between versions; tied tensors once.
 
-    All of it into `draft`, or else into one buffer, which is pinned for models on a GPU; neither
-    is changed any more.
+    Copies into `draft`, or else into one buffer, pinned for models on a GPU; neither is changed
+    afterwards.
     """
     on_gpu = any(weight.is_cuda for model in models.values() for weight in model.parameters())
     size = 0 if draft is not None else snapshot_bytes(models, dtype)
@@ -605,7 +606,7 @@ def snapshot(
 
 
 def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:
-    """Return the bytes of what changes from version to version, of all policies."""
+    """Return the bytes of the tensors that change between versions, of all policies."""
     num_bytes = 0
     for model in models.values():
         for name, tensor in _changing(model):
@@ -614,11 +615,12 @@ def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:
 
 
 def torch_thread(num_threads: int) -> ThreadPoolExecutor:
-    """Return an executor of one fresh thread, in which torch computes with so many CPU threads.
+    """Return an executor of one new thread, in which torch uses `num_threads` CPU threads.
 
-    How sums are split between CPU threads decides their last bits, and torch keeps the number for
-    each thread that computes: one that has computed before another number was set goes on with the
-    old one. So what must come to the same bits again has a thread of its own, which sets it first.
+    The division of sums between CPU threads affects their last bits, and torch keeps the number of
+    CPU threads for each computing thread: a thread that computed before a change keeps the old
+    number. So computations with reproducible bits have their own thread, which sets the number
+    first.
     """
     torch.set_num_threads(num_threads)
     return ThreadPoolExecutor(
@@ -627,23 +629,23 @@ def torch_thread(num_threads: int) -> ThreadPoolExecutor:
 
 
 async def once_in_torch(num_threads: int, work: Callable[[], T]) -> T:
-    """Run `work` with so many CPU threads, in a thread that ends with it.
+    """Run `work` with `num_threads` CPU threads, in a thread that ends with it.
 
-    A thread that has computed keeps OpenMP's workers for as long as it lives, and where there are
-    more of them than cores, all of them sleep at each barrier, where they would else be awake: two
-    threads then compute hardly faster than one.
+    A thread that has computed keeps OpenMP's workers until it ends. If there are more workers than
+    cores, they sleep at each barrier instead of spinning: two threads are then hardly faster than
+    one.
     """
     thread = torch_thread(num_threads)
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
     finally:
-        thread.shutdown(wait=False)  # who is cancelled does not wait for a model to be loaded
+        thread.shutdown(wait=False)  # a cancelled caller does not wait for a model to load
 
 
 def check_num_threads(num_threads: int) -> None:
-    """Raise ConfigError where the thread that calls this computes with another number of threads.
+    """Raise ConfigError if the calling thread computes with another number of CPU threads.
 
-    A limit of the environment (OMP_THREAD_LIMIT) goes before what is set.
+    A limit of the environment (OMP_THREAD_LIMIT) overrides the setting.
     """
     threads = torch.get_num_threads()
     if threads != num_threads:

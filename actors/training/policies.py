@@ -1,7 +1,7 @@
-"""Every policy of a job with its optimiser: one step trains them all, each on its own roles.
+"""All policies of a job with their optimisers: one step trains each on its own roles.
 
-A policy is trained on the conversations of the roles that it plays and on nothing else: its
-advantages, loss and gradient norm are those that a job of its own would compute.
+A policy is trained only on the conversations of its roles: its advantages, loss and gradient norm
+equal those of a separate job.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ from .step import StepReport, Trainer
 T = TypeVar("T")
 
 _LARGE_BYTES = 64 << 20
-"""Weights from which on what a step has freed on a CPU goes back to the system behind it."""
+"""From this size of the weights on, memory freed by a step on a CPU is returned to the system."""
 
 
 def load_models(
@@ -41,10 +41,10 @@ def load_models(
 ) -> dict[str, PreTrainedModel]:
     """Load the model of every policy, from a checkpoint if there is one.
 
-    With `hollow` no weights are read: another rank has them.
+    With `hollow` no weights are read, since another rank has them.
 
-    Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
-    no policy for a role.
+    Raises ConfigError for models with different vocabularies, and for a checkpoint without a policy
+    for a role.
     """
     models = {
         name: load_model(
@@ -79,7 +79,7 @@ def _source(folder: Path | None, policy: str) -> Path | None:
 
 
 def vocab_size(model: nn.Module) -> int:
-    """Return the number of tokens that a model knows."""
+    """Return the size of a model's vocabulary."""
     return int(cast(Any, model.config).get_text_config().vocab_size)
 
 
@@ -96,7 +96,7 @@ class Policies:
         ranks: Ranks | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        """Give each model an optimiser; `folder` is the checkpoint that they come from.
+        """Give each model an optimiser; `folder` is the checkpoint they were loaded from.
 
         `ranks` do the same work as this process; `parallel` is its place among them.
         """
@@ -124,7 +124,7 @@ class Policies:
         total_steps: int,
         folder: Path | None,
     ) -> "Policies":
-        """Return each model an optimiser, together with the other ranks of this learner."""
+        """Create an optimiser for each model, together with the other ranks of this learner."""
         with ranks.beginning(folder, total_steps) as parallel, folder_here(folder, parallel):
             return cls(
                 config,
@@ -136,7 +136,7 @@ class Policies:
             )
 
     def copy(self, tokenizer: Any) -> CheckpointCopy:
-        """Copy a checkpoint on all ranks; it is written while training continues.
+        """Copy a checkpoint on all ranks, to be written while training continues.
 
         The last copy must have been written before.
         """
@@ -150,13 +150,13 @@ class Policies:
         self.copy(tokenizer).write(folder)
 
     def save_form(self, folder: Path, tokenizer: Any) -> None:
-        """Write all of a checkpoint but weights and optimisers; no other rank is asked."""
+        """Write all files of a checkpoint but weights and optimisers; not on other ranks."""
         for name, trainer in self.trainers.items():
             trainer.save_form(policy_folder(folder, name), tokenizer)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is trained, and so of a checkpoint without optimisers."""
+        """Bytes of the trained tensors, and so of a checkpoint without optimisers."""
         return sum(
             tensor.numel() * tensor.element_size()
             for model in self.models.values()
@@ -165,7 +165,7 @@ class Policies:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the tensors of training in this machine's memory, by their kind."""
+        """Bytes of the tensors of training in host memory, by kind."""
         trainers = self.trainers.values()
         parts = [part for item in trainers for part in (item, item.critic) if part]
         weights = [weight for part in parts for weight in part.model.parameters()]
@@ -196,14 +196,14 @@ class Policies:
 
     @property
     def kind(self) -> Literal["full", "lora"]:
-        """Whether whole weights change from version to version, or an adapter."""
+        """Whether versions differ in all weights, or in an adapter."""
         return "lora" if has_adapter(self.models[MAIN]) else "full"
 
     def read_beside_training(self, work: Callable[[], T]) -> "Future[T] | None":
         """Start `work`, which reads the weights, in a thread; the next update waits for it.
 
-        The passes of a step change nothing, so they need not wait. None, with `work` not started,
-        for ranks, which read together, and on a GPU, where a copy is the fastest way.
+        The passes of a step change no weights, so they need not wait. Returns None without starting
+        `work` with several ranks, which read together, and on a GPU, where a copy is faster.
         """
         if self._parallel.sharded or own_device().type == "cuda":
             return None
@@ -231,7 +231,7 @@ class Policies:
 
     @property
     def critics(self) -> list[nn.Module]:
-        """The value models, of policies that have one."""
+        """The value models of policies that have one."""
         critics = (trainer.critic for trainer in self.trainers.values())
         return [critic.model for critic in critics if critic is not None]
 
@@ -252,11 +252,11 @@ class Policies:
     ) -> StepReport:
         """Train one batch; the version of all policies is `step` afterwards.
 
-        Tokens of versions before `oldest` are context. A policy none of whose roles had a turn
-        stays as it is. `seqs` are the groups' places in the rollout log, for ranks that read them
+        Tokens of versions before `oldest` are context. A policy without a turn in the batch does
+        not change. `seqs` are the groups' sequences in the rollout log, for ranks that read them
         there; `microbatch_tokens` are the tokens of a pass from now on (0: as before).
 
-        Raises OutOfMemoryError where the GPU does not hold the step.
+        Raises OutOfMemoryError if the step does not fit on the GPU.
         """
         tokens = microbatch_tokens or self.microbatch_tokens
         fields = {"step": step, "oldest": oldest, "microbatch_tokens": tokens}

@@ -1,14 +1,13 @@
 """The micro-batches of one rank: its share of the sequences, packed.
 
-All ranks go through the same number of micro-batches, and in each through the same layers, since
-they gather weights together: a rank with fewer gets empty ones, and a rank without images where
-another has some processes a dummy image.
+All ranks run the same number of micro-batches and the same layers in each, since they gather
+weights together: a rank with fewer gets empty micro-batches, and a rank without images processes a
+dummy image if another rank has images.
 
 Sequences are divided over ranks by longest processing time first, on cost cL + L². The linear
 layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden size): in units of
-4 D that is cL + L² with c = 6 D. Sequences that begin alike share columns where they lie on the
-same rank, so whole families are kept together where that leaves the slowest rank less to do than
-spreading them.
+4 D that is cL + L² with c = 6 D. Sequences with a common prefix share columns on the same rank, so
+families are kept together if that costs the slowest rank less than spreading them.
 
 Shape letters: S sequences.
 """
@@ -48,7 +47,7 @@ class RankPacker:
         parallel: Parallel,
         image_reader: ImageReader | None,
     ) -> None:
-        """`image_reader` reads images for a model that sees them."""
+        """`image_reader` reads images for a vision model."""
         self._model = model
         self._scorer = scorer
         self._max_row_tokens, self._share_prompts = learner.max_row_tokens, learner.share_prompts
@@ -58,7 +57,7 @@ class RankPacker:
         self._image_reader = image_reader
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
-        """Pack this rank's share of the sequences that are kept."""
+        """Pack this rank's share of the kept sequences."""
         packed = self._pack_share(batch, self._share(batch, keep_S))
         missing = self._parallel.largest(len(packed)) - len(packed)
         packed += [MicroBatch.empty(self._scorer.device)] * missing
@@ -72,7 +71,7 @@ class RankPacker:
         ]
 
     def _laid_out(self, micro: MicroBatch) -> MicroBatch:
-        """Return rows as the attention reads them: what is computed here of those of all ranks."""
+        """Return the rows as the attention reads them, reduced to the columns computed here."""
         sequence, flat_rows = self._parallel.sequence, self._scorer.flat_rows
         micro = flatten(micro) if flat_rows else micro
         if sequence is not None:
@@ -85,7 +84,7 @@ class RankPacker:
         return replace(micro, images=seen)
 
     def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
-        """Mark those of the sequences that this rank computes: bool[S]."""
+        """Mark the sequences that this rank computes: bool[S]."""
         if self._parallel.num_shares == 1:
             return keep_S
         chosen_s = torch.nonzero(keep_S).flatten()
@@ -107,7 +106,7 @@ class RankPacker:
             max_row_tokens=min(self._max_row_tokens, self.microbatch_tokens),
             microbatch_tokens=self.microbatch_tokens,
             share_prompts=self._share_prompts,
-            # The length of a row costs nothing where it has no mask.
+            # Without a mask, the length of a row costs nothing.
             hidden_size=None if self._scorer.flat_rows else self._scorer.hidden_size,
             see=self._read_images,
         )
@@ -124,12 +123,12 @@ class RankPacker:
 
 
 def cost(num_columns: int, hidden_size: int) -> int:
-    """Return what a piece of a row costs, in units of 4 · hidden_size operations per layer."""
+    """Return the cost of a piece of a row, in units of 4 · hidden_size operations per layer."""
     return 6 * hidden_size * num_columns + num_columns**2
 
 
 def longest_first(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return each item, the most costly first, to the rank with the least so far.
+    """Assign items, the most costly first, to the rank with the least load so far.
 
     Returns the items of each rank, ascending. The largest load is at most 4/3 − 1/(3 · ranks) of
     the least possible (Graham 1969). Deterministic: equal items keep their order, and of equal
@@ -153,8 +152,8 @@ def share_out(
 ) -> list[list[int]]:
     """Return the sequences of each rank, ascending.
 
-    `prompts` and `lengths` are columns of each sequence, prompt included in the length; those of
-    one family share their prompt's. Every sequence is on one rank; deterministic.
+    `prompts` and `lengths` are columns of each sequence, prompt included in the length; sequences
+    of one family share the prompt's columns. Every sequence is on one rank. Deterministic.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for sequence, family in enumerate(families):
@@ -196,10 +195,10 @@ def share_sequences(
 def _in_trees(
     sequences: Sequence[TokenSequence], lengths: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the columns that each shares with those of its family, and its family.
+    """Return the columns that each sequence shares with its family, and its family.
 
-    A family begins where a sequence has less than half in common with the one before it: under one
-    system prompt all tasks are one tree, and different episodes share little else.
+    A new family begins if a sequence shares less than half with the previous one: under one system
+    prompt all tasks are one tree, and different episodes share little else.
     """
     walk = DepthFirst.of(sequences, lengths, lambda _: None)
     shared, families = [0] * len(sequences), [0] * len(sequences)
@@ -208,8 +207,7 @@ def _in_trees(
         if 2 * common < lengths[seq]:
             begins.append(seq)
         shared[seq], families[seq] = common, len(begins) - 1
-    # Whichever is met first is counted whole: it takes the place of the one that the family begins
-    # with.
+    # Its first sequence is counted in full, in place of the one with which the family begins.
     for family, first in enumerate(begins):
         shared[first] = shared[families.index(family)]
     return shared, families
@@ -227,7 +225,7 @@ T = TypeVar("T")
 
 
 def smaller_pass(config: JobConfig, microbatch_tokens: int) -> int | None:
-    """Return half the tokens of a pass, at least one longest sequence; None if not fewer."""
+    """Return half the tokens of a pass, at least the longest sequence; None if not fewer."""
     longest = config.rollout.max_tokens
     if config.algorithm.teacher_context:
         longest += config.algorithm.teacher_context_tokens
@@ -255,7 +253,7 @@ def _largest_term(config: JobConfig, model: nn.Module, microbatch_tokens: int) -
 
 
 def out_of_memory(config: JobConfig, model: nn.Module, microbatch_tokens: int) -> OutOfMemoryError:
-    """Return the error of a step that does not fit, with the largest term and its keys."""
+    """Return the error of a step that does not fit, with the largest memory term and its keys."""
     term = _largest_term(config, model, microbatch_tokens)
     most, remedy = "", "lower learner.microbatch_tokens"
     if term is not None:
@@ -270,7 +268,7 @@ def out_of_memory(config: JobConfig, model: nn.Module, microbatch_tokens: int) -
 
 
 class MemoryGuard:
-    """Repeats computations that do not fit, in smaller micro-batches, once in a step."""
+    """Repeats computations that are out of memory in smaller micro-batches, once in a step."""
 
     def __init__(
         self, config: JobConfig, model: nn.Module, packer: RankPacker, *, alone: bool
@@ -283,13 +281,13 @@ class MemoryGuard:
         self._repeated = False
 
     def begin_step(self) -> None:
-        """Allow one repetition again."""
+        """Allow one repetition for a new step."""
         self._repeated = False
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run `work`, which goes through micro-batches and can be repeated.
+        """Run `work`, which iterates over micro-batches and can be repeated.
 
-        Raises OutOfMemoryError where it does not fit a second time, or cannot be made smaller.
+        Raises OutOfMemoryError if the repetition does not fit, or micro-batches cannot be smaller.
         """
         draws = torch.get_rng_state()
         on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -297,7 +295,7 @@ class MemoryGuard:
             return work()
         except torch.OutOfMemoryError as error:
             failure = self._failed(str(error))
-        # After the handler, whose exception holds the frames with the activations.
+        # Outside of the handler, whose exception holds the frames with the activations.
         if failure is not None:
             raise failure
         gc.collect()
@@ -310,7 +308,7 @@ class MemoryGuard:
     def last(self, work: Callable[[], T]) -> T:
         """Run `work` without repetition.
 
-        Raises OutOfMemoryError where it does not fit.
+        Raises OutOfMemoryError if it does not fit.
         """
         try:
             return work()
@@ -319,7 +317,7 @@ class MemoryGuard:
             raise out_of_memory(self._config, self._model, tokens) from error
 
     def _failed(self, reason: str) -> OutOfMemoryError | None:
-        """Lower the tokens of a pass; return the error if that cannot be tried."""
+        """Lower the tokens of a pass; return an error if it cannot be repeated."""
         tokens = self._packer.microbatch_tokens
         error = out_of_memory(self._config, self._model, tokens)
         smaller = smaller_pass(self._config, tokens)

@@ -1,7 +1,8 @@
-"""The other ranks of a learner: commands from rank 0, and files on their disks.
+"""The other ranks of a learner: orders from rank 0, and files on their disks.
 
-All ranks run the same code on the same groups, and meet in the collectives of FSDP2. Who the others
-are, and how they are told, is `actors/learner/ranks/`; the training step knows this module only.
+All ranks run the same code on the same groups, synchronised by the collectives of FSDP2.
+`actors/learner/ranks/` starts the ranks and sends their orders; the training step uses this module
+only.
 """
 
 # torch leaves some of its methods untyped.
@@ -34,10 +35,10 @@ class Order:
 
     do: Literal["begin", "step", "gather", "save", "end"]
     fields: dict[str, Any]
-    """What it needs to know, as JSON can write it."""
+    """Arguments of the work, as JSON values."""
     groups: Sequence[Group] = ()
     seqs: Sequence[int] = ()
-    """Where those groups stand in the rollout log, if they do."""
+    """Sequences of its groups in the rollout log, if they are in the log."""
 
     def send(self, pipe: Connection) -> None:
         """Write the order into a pipe."""
@@ -47,22 +48,22 @@ class Order:
 
     @classmethod
     def receive(cls, pipe: Connection) -> "Order":
-        """Wait for the next order; EOFError when rank 0 has none any more, or is gone."""
+        """Wait for the next order; EOFError if rank 0 has closed the pipe or ended."""
         do, fields, num_groups = json.loads(pipe.recv_bytes())
         return cls(do, fields, [Group.from_bytes(pipe.recv_bytes()) for _ in range(num_groups)])
 
 
 class Ranks:
-    """The ranks beside rank 0: none, for a learner of one process."""
+    """The ranks other than rank 0; none for a learner of one process."""
 
     def __init__(self, config: JobConfig) -> None:
-        """Have no other rank."""
+        """There are no other ranks."""
         self._config = config
         self._parallel = Parallel()
 
     @contextlib.contextmanager
     def beginning(self, folder: Path | None, total_steps: int) -> Iterator[Parallel]:
-        """Have all begin with a checkpoint, or the initial model; yield the place among them.
+        """Start all ranks with a checkpoint or the initial model; yield this rank's `Parallel`.
 
         Raises EngineError if one of them ends meanwhile.
         """
@@ -84,7 +85,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
-        """Tell all ranks to do something while it is done here.
+        """Send an order to all ranks for the duration of the block, which does the same here.
 
         Raises EngineError if one of them has ended.
         """
@@ -92,9 +93,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
-        """Raise EngineError in place of torch's error while all do something, if a rank has ended.
+        """Raise EngineError in place of torch's error in the block, if a rank has ended.
 
-        For another thread than that which gives orders, too.
+        Also for threads other than the one that sends orders.
         """
         yield
 
@@ -110,20 +111,21 @@ class Ranks:
 
 
 # -- files of a checkpoint between ranks that see one disk, and ranks that do not ------------------
-# Whether a rank sees the folder that rank 0 sees is found out by looking, never configured. A rank
-# that does not is sent what it needs to read, and sends what it has written, over the connections
-# that the ranks have anyway, in pieces. All ranks come here together.
+# Each rank tests whether it sees rank 0's folder; nothing is configured. A rank that does not
+# receives the files that it reads, and sends the files that it wrote, over the connections of the
+# ranks, in pieces. All ranks call these functions together.
 
 _PIECE_BYTES = 1 << 26
 _NOT_SENT = ("model*.safetensors", "SHA256SUMS")
-"""What rank 0 alone reads, and the others get by collectives; digests of what is not all there."""
+"""Files that only rank 0 reads, whose contents others receive by collectives; and digests of
+incomplete folders."""
 
 
 @contextlib.contextmanager
 def folder_here(folder: Path | None, parallel: Parallel) -> Iterator[Path | None]:
-    """Yield a checkpoint's folder where this rank can read it: the same one, or a copy for now.
+    """Yield a checkpoint's folder that this rank can read: the same one, or a temporary copy.
 
-    The copy has all but the weights of models.
+    The copy has all files but the weights of models.
     """
     if folder is None or parallel.size == 1:
         yield folder
@@ -141,10 +143,11 @@ def folder_here(folder: Path | None, parallel: Parallel) -> Iterator[Path | None
 
 @contextlib.contextmanager
 def folder_of_all(folder: Path, parallel: Parallel) -> Iterator[Path]:
-    """Make a folder that all ranks write into; yield where this one does.
+    """Create a folder into which all ranks write; yield this rank's folder.
 
-    What was written elsewhere is in the folder of rank 0 behind this, unless this rank's writing
-    raised, as then all ranks' did. Raises StorageError on all ranks if rank 0 cannot write.
+    Afterwards, files written elsewhere are copied to rank 0's folder, unless this rank's writing
+    raised: then the writing of all ranks raised. Raises StorageError on all ranks if rank 0 cannot
+    write.
     """
     mark = _marked(folder) if parallel.rank == 0 else OSError()
     mark = parallel.gather(mark)[0]
@@ -165,7 +168,7 @@ def folder_of_all(folder: Path, parallel: Parallel) -> Iterator[Path]:
 
 
 def _marked(folder: Path) -> str | OSError:
-    """Make a folder and a file in it by which it is known."""
+    """Create a folder with a file by which it is recognised."""
     name = f".{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +199,7 @@ def _own_place(blind: bool, folder: Path) -> Iterator[Path]:
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
-    """Name the files of a folder with their sizes and times, by which a disk is known again."""
+    """List the files of a folder with sizes and times, by which a disk is recognised."""
     paths = [folder / name for name in _names(folder)]
     stats = [(path, path.stat()) for path in paths]
     return [(str(path.relative_to(folder)), s.st_size, s.st_mtime_ns) for path, s in stats]
@@ -210,7 +213,7 @@ def _names(folder: Path) -> list[str]:
 def _copy(
     names: list[str], folder: Path, parallel: Parallel, source: int, target: int
 ) -> OSError | None:
-    """Copy files of `folder` on one rank into that on another; the rest does nothing.
+    """Copy files of `folder` from one rank to another; other ranks do nothing.
 
     Returns why the target could not write them.
     """
@@ -233,7 +236,7 @@ def _send(path: Path, target: int, group: dist.ProcessGroup | None) -> None:
 
 
 def _receive(path: Path, source: int, group: dist.ProcessGroup | None) -> OSError | None:
-    """Take one file; what cannot be written is taken all the same, so that nobody waits."""
+    """Receive one file; the data are received even if they cannot be written, so no rank waits."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, source, group=group)
     failed: OSError | None = None

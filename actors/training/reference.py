@@ -1,12 +1,12 @@
-"""The reference policy, to which a KL is taken: frozen, or following the policy.
+"""The reference policy of the KL: frozen, or following the policy.
 
-It is what the run began with, or a model of the user's. With `ema` it moves a little towards the
-policy after each step, with `reset_every` it becomes the policy every so many steps (as in ProRL,
-arXiv 2505.24864). One that moves is part of checkpoints, so a run that goes on, or is replayed, has
-the same.
+It is the run's initial model, or another model. With `ema` it moves towards the policy after each
+step; with `reset_every` it is set to the policy every so many steps (as in ProRL, arXiv
+2505.24864). A moving reference is part of checkpoints, so that resumed and replayed runs have the
+same one.
 
-A policy that is an adapter is compared with its base, or with the adapter it began with: no second
-model is loaded, and what moves is the adapter alone.
+The reference of an adapter is its base model, or the adapter's initial weights: no second model is
+loaded, and only the adapter moves.
 """
 
 # torch leaves some of its methods untyped, safetensors its paths.
@@ -39,15 +39,15 @@ class Reference:
         scorer: Scorer,
         load: Callable[[str], Scorer],
     ) -> None:
-        """`model` is the policy, which began as `path` and is scored by `scorer`.
+        """`model` is the policy, loaded from `path` and scored by `scorer`.
 
         `load` opens a frozen model by its folder. Raises ConfigError for a model that cannot follow
-        the policy, since their weights have other shapes.
+        the policy because its weights have other shapes.
         """
         self._config = config
         self._model = model
         self.is_adapter = config.path is None and has_adapter(model)
-        """Whether the policy's model scores it, with the adapter replaced meanwhile."""
+        """Whether the policy's model computes the scores, with its adapter replaced meanwhile."""
         if self.is_adapter:
             self.scorer = scorer
             mine = policy_tensors(model)
@@ -77,7 +77,7 @@ class Reference:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[Scorer]:
-        """Return what scores by the reference; it is for use in here."""
+        """Yield the scorer of the reference, for use within the block."""
         if not self.is_adapter:
             yield self.scorer
             return
@@ -86,7 +86,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Move after a step, as configured."""
+        """Update the reference after a step, as configured."""
         config = self._config
         resets = bool(config.reset_every) and step % config.reset_every == 0
         if not resets and config.ema is None:
@@ -100,14 +100,14 @@ class Reference:
                 tensor.lerp_(policy[name].detach(), share)
 
     def moving(self) -> dict[str, Tensor]:
-        """Return what moves, by reference: part of a checkpoint."""
+        """Return the moving tensors, by reference, for a checkpoint."""
         if not self._config.moves:
             return {}
         return {name: tensor.detach() for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> bool:
-        """Take what has moved from a checkpoint; False where it has none that fits."""
+        """Load the moving tensors from a checkpoint; False if it has none that fit."""
         file = folder / REFERENCE
         if not self._config.moves:
             return True

@@ -1,7 +1,7 @@
 """Helpers of advantages, losses and corrections: sums over sequences, and choice by name.
 
 Shapes: N generated tokens, S sequences. The tokens of a sequence are contiguous and in order;
-`seq_N` says which sequence each token belongs to.
+`seq_N` is the sequence of each token.
 """
 
 import difflib
@@ -46,7 +46,7 @@ def is_last_of_sequence(seq_N: Tensor) -> Tensor:
 
 
 def by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
-    """Lay tokens out as one row per sequence, 0 behind its end; also return each one's place."""
+    """Lay tokens out as one row per sequence, padded with 0; also return each token's place."""
     place_N = positions_in_sequence(seq_N, num_seqs)
     longest = int(place_N.max()) + 1 if len(place_N) else 0
     rows_SP = values_N.new_zeros(num_seqs, longest)

@@ -13,15 +13,15 @@ class Waste(BaseModel):
     """Counts of generated and of trained tokens since the start of the run; part of checkpoints."""
 
     tokens_generated: int = 0
-    """All generated tokens, including failed tries."""
+    """All generated tokens, including tokens of failed tries."""
     tokens_finished: int = 0
-    """Those of episodes that finished."""
+    """Tokens of finished episodes."""
     tokens_trained: int = 0
     episodes_finished: int = 0
     episodes_trained: int = 0
 
     def add(self, group: Group, *, trained: bool, oldest: int = 0) -> None:
-        """Count one decided group; tokens of versions before `oldest` count as not trained."""
+        """Count a decided group; tokens of versions before `oldest` count as not trained."""
         tokens = sum(item.num_generated for item in group.trajectories)
         self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
         self.tokens_finished += tokens
@@ -48,7 +48,7 @@ class Waste(BaseModel):
 
 
 SUMS = 4
-"""Order in which our own computations add; one more whenever a change of ours changes bits.
+"""Order of additions in our own computations; incremented when a change of ours changes bits.
 
 0: until the output layer and the softmax became one operation. 1: until answers that begin alike
 shared columns, and gradients of embeddings named rows. 2: until large layers computed by oneDNN.
@@ -57,29 +57,29 @@ shared columns, and gradients of embeddings named rows. 2: until large layers co
 
 
 class Numerics(BaseModel):
-    """How a learner computed: other kernels, or other numbers of ranks, add in another order."""
+    """How a learner computed: other kernels or numbers of ranks add in another order."""
 
     device: str
     """The name of its GPUs, or cpu."""
     dtype: str
-    """Of computation."""
+    """Dtype of computation."""
     attention: str
     """sdpa, or the varlen kernel."""
     deterministic: bool
     """Whether CUDA kernels were deterministic (`learner.deterministic`)."""
     torch: str
-    """Its version."""
+    """Version of torch."""
     ranks: int = 1
     sums: int = 0
-    """Order in which our own computations add; see `SUMS`."""
+    """Order of additions in our own computations; see `SUMS`."""
 
     @property
     def repeats(self) -> bool:
-        """Whether a step computed again in this way has the same bits."""
+        """Whether repeating a step with these numerics gives the same bits."""
         return self.device == "cpu" or self.deterministic
 
     def __str__(self) -> str:
-        """Return it for messages."""
+        """Format for messages."""
         kernels = "deterministic kernels" if self.repeats else "kernels that add in any order"
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         return (
@@ -96,15 +96,15 @@ class LearnerState(BaseModel):
     step: int = 0
     """Optimiser steps done; also the policy's version."""
     total_steps: int = 0
-    """Steps that the job has in all."""
+    """Number of steps of the whole job."""
     numerics: list[Numerics] = Field(default_factory=list[Numerics])
-    """How the steps were computed: one entry, and another for each change."""
+    """How the steps were computed: one entry, plus one for each change."""
     batch_seq: int = 0
-    """Sequence of the last batch record that is part of the weights: the frontier."""
+    """Sequence of the last batch record that is in the weights: the frontier."""
     log_seq: int = 1
     """Every earlier entry of the rollout log is decided."""
     decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Later entries that are decided, too, as half-open ranges."""
+    """Later entries that are also decided, as half-open ranges."""
     next_task: int = 0
     """Number of the next task."""
     next_index: int = 0
@@ -118,21 +118,21 @@ class LearnerState(BaseModel):
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks to issue again."""
     owed_tries: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """(number, failed tries) of dropped tasks to issue again, if they have failed."""
+    """(number, failed tries) of dropped tasks to issue again, for tasks with failed tries."""
     owed_tasks: list[Task] = Field(default_factory=list[Task])
     """Clients' dropped tasks to issue again."""
     unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
-    """Entries dropped since the last batch record; the next record names them."""
+    """Entries dropped since the last batch record; the next record lists them."""
     judged_seq: int = 0
-    """Last entry of the log when the run was given up because no group could be trained."""
+    """Last log entry when the run was given up because no group could be trained."""
     dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
     """Number of dropped groups, by reason."""
     microbatch_tokens: int = 0
-    """Tokens per forward and backward pass, if chosen or lowered; 0: not yet."""
+    """Tokens per forward and backward pass, if chosen or lowered; 0: not yet chosen."""
     bound: int = 0
-    """The present staleness bound, if chosen automatically; 0: not yet."""
+    """The current staleness bound, if chosen automatically; 0: not yet chosen."""
     success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
-    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
+    """(task, episodes, solved episodes) of the curriculum; newer episodes count more."""
     kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
     """(data position, task, version) of choices to issue again."""
     waste: Waste = Field(default_factory=Waste)
@@ -140,15 +140,15 @@ class LearnerState(BaseModel):
 
     def note_numerics(self, numerics: Numerics) -> None:
         """Note how the following steps are computed."""
-        if self.step and not self.numerics:  # checkpoints of earlier steps do not have it
+        if self.step and not self.numerics:  # missing in checkpoints of earlier steps
             self.numerics.append(numerics.model_copy(update={"sums": 0}))
         if self.numerics[-1:] != [numerics]:
             self.numerics.append(numerics)
 
 
 # -- sets of task numbers --------------------------------------------------------------------------
-# Half-open ranges stay few, as numbers come nearly in order. Queries do not slow down with more
-# ranges: the numbers before each range are counted once, and again only behind a changed range.
+# There are few half-open ranges, since numbers come nearly in order. Queries stay fast with many
+# ranges: the numbers before each range are counted once, and recounted only after a changed range.
 
 
 class NumberSet:

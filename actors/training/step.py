@@ -1,8 +1,8 @@
 """One training step: advantages, packing, losses, gradients, one version.
 
-The step is a pure function of the policy, the batch and the step's number: trained again from the
-same state it gives the same bits. Each of several ranks computes its share of the sequences, and
-all arrive at the same advantages, gradients and numbers.
+The step is a pure function of the policy, the batch and the step's number: repeated from the same
+state it gives the same bits. Each of several ranks computes its share of the sequences, and all
+compute the same advantages, gradients and metrics.
 
 Shape letters: N generated tokens, S sequences.
 """
@@ -58,7 +58,7 @@ _log = structlog.get_logger()
 
 
 _OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
-"""What only an update has."""
+"""Metrics that only updates have."""
 
 
 @dataclass
@@ -66,22 +66,22 @@ class StepSums:
     """Sums over the micro-batches and updates of a step."""
 
     totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Metric name to the sum over the tokens."""
+    """Sum over the tokens by metric name."""
     tokens: int = 0
     """Number of generated tokens."""
     norms: list[float] = field(default_factory=list[float])
-    """Gradient norm of each update; not finite: the update was skipped."""
+    """Gradient norm of each update; not finite for a skipped update."""
     old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    """Places of all generated tokens, and their log-probs before the update."""
+    """Indices of all generated tokens, and their log-probs before the update."""
 
     def include(self, totals: dict[str, Tensor]) -> None:
-        """Add sums of further tokens."""
+        """Add the sums of further tokens."""
         for name, value in totals.items():
             before = self.totals.get(name)
             self.totals[name] = value if before is None else before + value
 
     def copy(self) -> "StepSums":
-        """Return a copy of the sums, to restore later: tensors are replaced, not changed."""
+        """Return a copy, to restore later; tensors are replaced, never modified."""
         return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
 
     def become(self, other: "StepSums") -> None:
@@ -96,7 +96,7 @@ class StepSums:
         self.old.append((index_N, old_N))
 
     def of_all(self, parallel: Parallel) -> "StepSums":
-        """Return the sums of all ranks; norms are those of all shares already."""
+        """Return the sums over all ranks; norms are global already."""
         if parallel.size == 1:
             return self
         totals = {name: value.cpu() for name, value in self.totals.items()}
@@ -109,7 +109,7 @@ class StepSums:
         return together
 
     def numbers(self) -> dict[str, float]:
-        """Return the sums as metrics, without those of no token.
+        """Return the sums as metrics; metrics without tokens are left out.
 
         Losses are means over the updates, all others over the generated tokens of the batch.
         """
@@ -135,7 +135,7 @@ class StepReport:
 
 
 class Trainer:
-    """The policy with its optimiser, the frozen reference and the critic where they are needed."""
+    """The policy with its optimiser, and, if needed, the frozen reference and the critic."""
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class Trainer:
         total_steps: int,
         parallel: Parallel | None = None,
     ) -> None:
-        """`parallel` is the place among other ranks, by default none but this, on the CPU.
+        """`parallel` describes the ranks; by default a single rank on the CPU.
 
-        Raises ModelError when the model cannot be trained in packed rows.
+        Raises ModelError if the model cannot be trained in packed rows.
         """
         self.model = model
         self.config = config
@@ -215,7 +215,7 @@ class Trainer:
         return numerics_of(scorer.device, scorer.inside.dtype, scorer.attention, learner)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the trained weights, whole and on the CPU; called on all ranks together."""
+        """Return the trained weights, unsharded and on the CPU; called on all ranks together."""
         policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
         return policy if self.critic is None else policy | critic_names(self.critic.weights())
 
@@ -224,11 +224,11 @@ class Trainer:
         CheckpointCopy({MAIN: self.copy(tokenizer)}, self._parallel).write(folder)
 
     def save_form(self, folder: Path, tokenizer: Any) -> None:
-        """Write all of a checkpoint but weights and optimiser."""
+        """Write all files of a checkpoint but weights and optimiser."""
         save_form(folder, self.model, Processor(tokenizer, self.image_reader))
 
     def wait_before_change(self, reading: "Future[Any]") -> None:
-        """Have the next update wait for `reading`, which reads the weights."""
+        """Make the next update wait for `reading`, which reads the weights."""
         self._copies.wait_before_change(reading)
 
     def copy(self, tokenizer: Any) -> TrainerCopy:
@@ -245,7 +245,7 @@ class Trainer:
         )
 
     def check_readable(self, group: Group) -> None:
-        """Raise DataError for a group that the model cannot read, as it is configured."""
+        """Raise DataError for a group that the model cannot read as configured."""
         if self._replay is not None:
             self._replay.check(group)
         self._teachers.check(group)
@@ -273,7 +273,7 @@ class Trainer:
         `microbatch_tokens` are the tokens of a pass from now on; 0: as before. An update whose
         gradient is not finite is skipped and counted.
 
-        Raises OutOfMemoryError where the GPU does not hold the step.
+        Raises OutOfMemoryError if the step does not fit on the GPU.
         """
         self._packer.microbatch_tokens = microbatch_tokens or self._packer.microbatch_tokens
         self._memory.begin_step()
@@ -346,9 +346,9 @@ class Trainer:
     def _scores_before(
         self, batch: TrainingBatch
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Score all tokens by π_o (log-probs and entropies) and by the reference.
+        """Score all tokens with π_o (log-probs and entropies) and with the reference.
 
-        None for scores that are not needed.
+        Scores that are not needed are None.
         """
         needs_old = self._objective.needs_old(
             self.config.learner.num_updates, self.config.lora.dropout
@@ -363,7 +363,7 @@ class Trainer:
             return old_N, entropy_N, None
         everything = [
             replace(micro, experts_BTLK=None) for micro in everything
-        ]  # the reference chooses its own experts
+        ]  # the reference uses its own routing
         if self._reference.is_adapter:
             self._copies.before_change()
         with self._reference.in_place() as scorer:
@@ -373,7 +373,7 @@ class Trainer:
     def _score_all(
         self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of all tokens, of which this rank computes its share."""
+        """Return log-probs and entropies of all tokens; this rank computes its share."""
         logprobs_N, entropy_N = torch.zeros(2, batch.num_tokens, device=scorer.device)
         for micro in micros:
             scores = scorer.score(micro)
@@ -382,7 +382,7 @@ class Trainer:
         return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
 
     def _values(self, batch: TrainingBatch) -> Values | None:
-        """Return the critic's values before each token and behind some; None without a critic."""
+        """Return the critic's values before each token and after some; None without a critic."""
         critic, pack = self.critic, self._packer.pack
         if critic is None:
             return None
@@ -406,9 +406,9 @@ class Trainer:
         denominators: Denominators,
         sums: StepSums,
     ) -> None:
-        """Make one optimiser update on some of the sequences, training those in `kept_S`.
+        """Make one optimiser update on some sequences, training those in `kept_S`.
 
-        Sequences that move no weight are only scored, for the metrics.
+        Sequences without gradient are only scored, for the metrics.
         """
         before = sums.copy()
         keep_S = kept_S & self._objective.has_gradient(inputs)
@@ -434,11 +434,11 @@ class Trainer:
     def _accumulate(
         self, inputs: StepInputs, keep_S: Tensor, denominators: Denominators, sums: StepSums
     ) -> None:
-        """Add up the gradients of some sequences, micro-batch by micro-batch."""
+        """Accumulate the gradients of some sequences, micro-batch by micro-batch."""
         for micro in self._packer.pack(inputs.batch, keep_S):
             scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty:
-                scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
+                scores.logprobs_N.sum().backward()  # only to take part in gathering and reducing
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
             result.loss.backward()
@@ -456,7 +456,7 @@ class Trainer:
     def _measure(
         self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: StepSums
     ) -> None:
-        """Measure sequences that take no part in an update, by a forward pass only."""
+        """Score sequences that take no part in an update, by a forward pass only."""
         for micro in self._packer.pack(inputs.batch, rest_S):
             scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty or self._objective.is_too_old(inputs, micro):
@@ -466,7 +466,7 @@ class Trainer:
             sums.add(measured, result.index_N, result.old_N)
 
     def _clear_gradients(self) -> None:
-        """Clear the gradients; on a CPU keep their memory, so that the heap is not fragmented."""
+        """Clear the gradients; on a CPU, keep their memory to avoid fragmenting the heap."""
         self.optimizer.zero_grad(set_to_none=self._scorer.device.type != "cpu")
         for weight in self._embeddings:
             if weight.grad is None:
@@ -475,8 +475,8 @@ class Trainer:
     def _require_gradients(self) -> None:
         """Set missing gradients of trained weights to zeros.
 
-        The step still counts for them: momentum and decay continue. And a norm adds up the same
-        tensors in the first step of a run, and in the first after a resume, as in all others.
+        Momentum and decay then continue for them, and the norm sums the same tensors in all steps,
+        including the first step of a run or after a resume.
         """
         for parameter in self._trained:
             if parameter.grad is None:

@@ -1,16 +1,16 @@
-"""Attention of packed rows by varlen kernels, which read no mask.
+"""Attention of packed rows with varlen kernels, which use no mask.
 
 A varlen kernel computes many sequences of any lengths in one call. Their queries and keys are
-concatenated, separated by cumulative lengths; where a sequence has fewer queries than keys, its
-queries are the last of them. Rows are concatenated without padding. The columns that a row adds to
-one path form a run: the run's queries are its own columns, its keys those of the whole path that it
-continues. A shared prompt is therefore computed once, and only its keys and values, which are few
+concatenated, separated by cumulative lengths; if a sequence has fewer queries than keys, the
+queries are at its end. Rows are concatenated without padding. The columns that a row adds to one
+path form a run: the run's queries are its own columns, its keys those of the whole path that it
+continues. A shared prompt is therefore computed once, and only its keys and values, which are small
 in models with grouped queries, are copied for each response. Rows without shared parts would hold
 at least as many.
 
 The kernels are torch's (`torch.nn.attention.varlen`, FlashAttention 2, or 3 and 4 where their
-packages are installed), the package flash-attn (for capped scores, too), and one on CPUs that
-computes each sequence by SDPA: the reference that the others are compared with.
+packages are installed), the package flash-attn (also for capped scores), and one on CPUs that
+computes each sequence by SDPA: the reference implementation of the others.
 
 Shape letters: T columns of all rows, H query heads, G key heads, D head size, K keys.
 """
@@ -45,7 +45,7 @@ _MIN_CAPABILITY = (8, 0)
 
 
 class VarlenKernel(Protocol):
-    """A kernel with the part of `torch.nn.attention.varlen.varlen_attn` that is used here."""
+    """A kernel with the arguments of `torch.nn.attention.varlen.varlen_attn` that are used here."""
 
     def __call__(
         self,
@@ -61,9 +61,9 @@ class VarlenKernel(Protocol):
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
     ) -> Any:
-        """Return the output [T, H, D] of queries [T, H, D] that read keys and values [K, G, D].
+        """Return the output [T, H, D] of queries [T, H, D] over keys and values [K, G, D].
 
-        Kernels that cap scores, as `choose_attention` knows, also take a `softcap`.
+        Kernels that cap scores (see `choose_attention`) also take a `softcap`.
         """
         ...
 
@@ -84,7 +84,7 @@ def sdpa_by_sequence(
 ) -> Tensor:
     """Compute each sequence by SDPA with a mask, as the CUDA kernels define it.
 
-    Capped scores (`softcap` x tanh(score / `softcap`)) are computed by the formula.
+    Capped scores are `softcap` x tanh(score / `softcap`).
     """
     left, right = window_size
     ends_q = cast("list[int]", cu_seq_q.tolist())
@@ -127,7 +127,7 @@ def _capped_attention(
 
 
 def flash_attn_kernel() -> VarlenKernel:
-    """Return the kernel of the package flash-attn; ConfigError where it cannot be imported."""
+    """Return the kernel of the package flash-attn; ConfigError if it cannot be imported."""
     try:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:
@@ -179,12 +179,12 @@ def choose_attention(
 ) -> Literal["sdpa", "varlen", "flash_attention_2"]:
     """Return the attention for a model with the text configuration `config` on a device.
 
-    `auto` on a GPU in 16 bits: varlen where it can compute the model, else flash-attn where it is
-    installed and can, else sdpa, as on CPUs. sdpa ignores caps of scores: for a model with caps it
-    is never chosen. Torch's kernels come first since they are the same or newer: torch has
-    FlashAttention 2, as the package has, and 3 or 4 where installed (on an H100, 3 is 1.5 to 2
-    times as fast as 2; arXiv 2407.08608). Only the package caps scores and supports heads of any
-    size up to 256. Raises ConfigError for a configured attention that cannot compute the model.
+    `auto` on a GPU in 16 bits: varlen if it supports the model, else flash-attn if it is installed
+    and supports the model, else sdpa, as on CPUs. sdpa ignores score caps and is never chosen for a
+    model with caps. Torch's kernels come first since they are the same or newer: torch has
+    FlashAttention 2, like the package, and 3 or 4 if installed (on an H100, 3 is 1.5 to 2 times as
+    fast as 2; arXiv 2407.08608). Only the package caps scores and supports heads of any size up to
+    256. Raises ConfigError for a configured attention that cannot compute the model.
     """
     capped = bool(getattr(config, "attn_logit_softcapping", None))
     if configured in ("auto", "sdpa"):
@@ -255,7 +255,7 @@ def _why_not(
 
 
 def _head_size(config: Any) -> int:
-    """Return the size of a query of one head; DeepSeek's models have two parts."""
+    """Return the size of one query head; DeepSeek's models have two parts."""
     parts = [getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope")]
     if all(parts):
         return sum(cast("list[int]", parts))
@@ -265,8 +265,8 @@ def _head_size(config: Any) -> int:
 def activate_newest_flash(capability: tuple[int, int]) -> str:
     """Activate the newest kernels of this GPU for torch's varlen attention; return their name.
 
-    FlashAttention 3 on Hopper and 4 on Blackwell, where their packages are installed, else torch's
-    own 2.
+    FlashAttention 3 on Hopper and 4 on Blackwell, if their packages are installed, else torch's own
+    FlashAttention 2.
     """
     newer = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
     name, module = newer.get(capability[0], ("", ""))
@@ -278,14 +278,14 @@ def activate_newest_flash(capability: tuple[int, int]) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
-    """Have the text layers of a model use a kernel for attention.
+    """Set the attention kernel of a model's text layers.
 
-    Raises ConfigError where it is not installed, and for a model whose attention has sinks, which
+    Raises ConfigError if it is not installed, and for a model with attention sinks, which
     transformers' sdpa ignores and no other kernel here computes.
     """
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
@@ -315,7 +315,7 @@ def register_kernel(name: str, kernel: VarlenKernel) -> None:
 
 
 def describe_attention(attention: str, device: torch.device) -> str:
-    """Return the name of an attention with the version of its kernel, where that may vary."""
+    """Return the name of an attention, with the version of its kernel if it may vary."""
     if device.type == "cuda" and attention.endswith("varlen"):
         return f"{attention} {current_flash_attention_impl() or 'FA2'}"
     return attention
@@ -344,7 +344,7 @@ def _attend(
     key_columns: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers; without lengths each row is a sequence."""
+    """Compute attention for transformers; without lengths, each row is one sequence."""
     rows, _, length, _ = query_BHTD.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(
@@ -366,7 +366,7 @@ def _attend(
         max_length_q,
         max_length_k,
         scale=scaling,
-        # A window of w columns holds the query's own.
+        # A window of w columns includes the query's own.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
         **({"softcap": softcap} if softcap else {}),
@@ -378,8 +378,8 @@ def _attend(
 
 
 def flatten(packed: MicroBatch) -> MicroBatch:
-    """Put the tokens of all rows into one row without padding, in their order."""
-    real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, one after the other
+    """Concatenate the tokens of all rows into one row without padding."""
+    real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, concatenated
     place_C = real_C.cumsum(0) - 1
     row_B1 = torch.arange(len(packed.input_ids_BT), device=place_C.device)[:, None]
     num_columns = packed.input_ids_BT.shape[1]
@@ -408,7 +408,7 @@ def flatten(packed: MicroBatch) -> MicroBatch:
 
 
 def with_runs(flat: MicroBatch) -> MicroBatch:
-    """Add to one row without padding the columns of each run, and the keys that it reads."""
+    """Add to one row without padding the columns of each run, and the keys it reads."""
     segments_T = flat.segment_ids_BT[0].cpu().numpy()
     seen_until_T = flat.seen_until_BT[0].cpu().numpy()
     starts_S = np.concatenate([[0], np.flatnonzero(np.diff(segments_T)) + 1])
@@ -441,7 +441,7 @@ def with_runs(flat: MicroBatch) -> MicroBatch:
 
 
 def kernel_arguments(flat: MicroBatch) -> dict[str, Any]:
-    """Return the arguments that transformers passes on to the attention of one flat row."""
+    """Return the arguments that transformers passes to the attention of one flat row."""
     runs = flat.runs
     assert runs is not None
     return {
