@@ -17,7 +17,7 @@ async def _main(context: JobContext) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a learner until it is done or told to stop; return the exit code."""
     code = run_job_actor("learner", _main, argv)
-    if hung_trackers():  # their libraries would hang at the interpreter's end, too
+    if hung_trackers():  # their libraries would also hang at the interpreter's exit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

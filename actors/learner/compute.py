@@ -1,4 +1,4 @@
-"""What a learner computes with: its models, and the thread that torch runs in.
+"""The learner's models, and the thread in which torch runs.
 
 Steps, copies for checkpoints and snapshots of weights run in that one thread, one after the other.
 """
@@ -33,7 +33,7 @@ class Compute:
     def __init__(
         self, context: JobContext, policies: Policies, tokenizer: Any, passes: PassTokens
     ) -> None:
-        """`passes` tells the tokens of a pass in each step; a shared GPU is used in turns."""
+        """`passes` holds the tokens of a pass in each step; a shared GPU is used in turns."""
         self.policies = policies
         self.passes = passes
         self.vocab_size = vocab_size(policies.models[MAIN])
@@ -48,9 +48,9 @@ class Compute:
         self._thread = torch_thread(context.config.learner.threads)
 
     async def train(self, groups: Sequence[Group], record: BatchRecord) -> StepReport:
-        """Train one step as it was recorded.
+        """Train one recorded step.
 
-        Later steps have passes of the size that this one needed; a smaller size is an event.
+        Later steps use the pass size that this one needed; a smaller size is reported as an event.
         """
         tokens = self.passes.of(record)
         step = partial(
@@ -71,7 +71,7 @@ class Compute:
         return report
 
     async def copy(self) -> CheckpointCopy:
-        """Copy all that a checkpoint holds of the models and their optimisers."""
+        """Copy a checkpoint's contents of the models and their optimisers."""
         return await self._in_thread(partial(self.policies.copy, self._tokenizer))
 
     def write_form(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class Compute:
         self.policies.save_form(folder, tokenizer=self._tokenizer)
 
     async def read_weights(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Start what reads the weights; return its future result, once training may continue."""
+        """Start a function that reads the weights; return its future once training may continue."""
         reading = self.policies.read_beside_training(work)
         if reading is not None:
             return asyncio.wrap_future(reading)
@@ -99,36 +99,36 @@ class Compute:
 
 
 class TorchTracer:
-    """Traces the next steps of a learner; keeps as many files as one request may ask for."""
+    """Traces the next steps of a learner; keeps at most the files of one maximal request."""
 
     def __init__(self, folder: Path) -> None:
-        """Write traces into `folder`, which is made when it is needed."""
+        """Write traces into `folder`, which is created when needed."""
         self._folder = folder
         self._steps_left = 0
         self._files: list[str] = []
         self._waiting: list[asyncio.Future[list[str]]] = []
 
     def trace_steps(self, steps: int) -> "asyncio.Future[list[str]]":
-        """Trace the next steps, together with other requests; the future's result is the files."""
+        """Trace the next steps, together with other requests; the future returns the files."""
         self._steps_left = max(self._steps_left, steps)
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         return future
 
     def traced(self, work: Callable[[], T], step: int) -> Callable[[], T]:
-        """Return the work of a step, to be called in torch's thread, traced if requested."""
+        """Wrap the work of a step, called in torch's thread, to trace it if requested."""
         if not self._steps_left:
             return work
         self._steps_left -= 1
         return lambda: self._compute(work, step)
 
     def step_done(self) -> None:
-        """Answer the requests once their last step is traced."""
+        """Answer the requests whose last step is traced."""
         if not self._steps_left:
             self.finish()
 
     def finish(self) -> None:
-        """Answer the requests with the files so far: no further step comes."""
+        """Answer the requests with the files so far; there are no further steps."""
         waiting, self._waiting, self._steps_left = self._waiting, [], 0
         files, self._files = self._files, []
         for future in waiting:
@@ -154,7 +154,7 @@ class TorchTracer:
         return result
 
     def _write(self, trace: Any, step: int) -> None:
-        """Write a trace; one that cannot be written does not end the run."""
+        """Write a trace; a failure does not end the run."""
         file = self._folder / f"step_{step:06d}.json"
         hidden = self._folder / f".{file.name}"
         try:

@@ -1,17 +1,17 @@
-"""The curriculum: which task comes next, by how often each has been solved.
+"""The curriculum: chooses the next task by the success rates of the tasks.
 
 A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
-what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
-count more, unseen tasks weigh most, and a share of all choices is uniform, so that no task is given
-up for good.
+tasks that are always or never solved teach nothing (learnability, arXiv 2408.15099). Newer episodes
+count more, unseen tasks have the largest weight, and a share of all choices is uniform, so that no
+task is excluded for good.
 
-The rates after step v are a function of the first v batch records and the groups that they name,
-and a choice is one of the job's seed, the position in the data order, and the rates after the
-version that the task names (`Task.chosen_at`): everything can be worked out again from the log.
+The rates after step v are a function of the first v batch records and their groups. A choice is a
+function of the job's seed, the position in the data order, and the rates after the task's version
+`Task.chosen_at`: everything can be recomputed from the log.
 
-Custom filters and curricula decide which groups are trained, and how tasks weigh. Their decisions
-are recorded in the batch records and in the tasks, so a replay does not call them; a learner that
-starts again calls them again, so they must return the same for the same inputs.
+Custom filters and curricula select the groups to train, and weight the tasks. Their decisions are
+recorded in the batch records and in the tasks, so a replay does not call them; a restarted learner
+calls them again, so they must be deterministic.
 
 Shape letters: E episodes, I tasks.
 """
@@ -33,7 +33,7 @@ from ..training.state import LearnerState
 from .data_order import Chosen, DataOrder
 
 MEMORY = 0.5
-"""Weight of a task's earlier episodes when it comes again."""
+"""Weight of a task's earlier episodes when new ones are counted."""
 _STREAM = 3
 _SOLVED = 0.9
 
@@ -43,19 +43,19 @@ class CurriculumInputs:
     """Statistics of I tasks, newer episodes counting more; the arrays are read-only."""
 
     tries_I: NDArray[np.float64]
-    """Episodes; 0: the task has not come yet."""
+    """Number of episodes; 0: the task is unseen."""
     solved_I: NDArray[np.float64]
-    """Those of them that were solved."""
+    """Number of solved episodes."""
 
     @property
     def rates_I(self) -> NDArray[np.float64]:
-        """Share of the episodes that were solved; a half where there are none."""
+        """Share of solved episodes; 0.5 for tasks without episodes."""
         half = np.full_like(self.tries_I, 0.5)
         return np.divide(self.solved_I, self.tries_I, out=half, where=self.tries_I > 0)
 
 
 def learnability(inputs: CurriculumInputs) -> NDArray[np.float64]:
-    """Weigh each task by p (1 − p)."""
+    """Weight each task by p (1 − p)."""
     return inputs.rates_I * (1 - inputs.rates_I)
 
 
@@ -66,9 +66,9 @@ class CurriculumConfig:
     num_items: int
     """Rows of the data, or seeds of a game that generates its states."""
     uniform: float
-    """Share of the choices that is uniform."""
+    """Share of uniform choices."""
     success_reward: float
-    """A return above this is a success, unless the game tells it."""
+    """A return above this value is a success, unless the game reports success."""
     weigh: Callable[[CurriculumInputs], NDArray[np.float64]] = field(
         default_factory=lambda: learnability
     )
@@ -76,7 +76,7 @@ class CurriculumConfig:
 
 
 class Curriculum:
-    """Success rates by task, and the choices made with them."""
+    """Success rates by task, and the choices that depend on them."""
 
     def __init__(self, order: DataOrder, config: CurriculumConfig, state: LearnerState) -> None:
         self._order = order
@@ -94,7 +94,7 @@ class Curriculum:
         self._bounds = self._accumulate()
 
     def choose(self, index: int, version: int) -> Chosen:
-        """Choose the task at a position of the data order; a kept choice comes first."""
+        """Choose the task at a position of the data order; a stored choice comes first."""
         chosen = self._saved_choices.pop(index, None)
         if chosen is not None:
             return self._chosen(index, *chosen)
@@ -108,18 +108,18 @@ class Curriculum:
         return self._order.task_seed(index)
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Note a group that is not trained."""
+        """Record a group that is not trained."""
         if reason != "duplicate":
             self._noted.append(group)
 
     def keep(self, task: Task) -> None:
-        """Note a task that will be issued again: its choice is kept."""
+        """Store the choice of a task that will be issued again."""
         if task.index is not None and task.chosen_at is not None and self._knows(task.item):
             assert task.item is not None
             self._saved_choices[task.index] = (task.item, task.chosen_at)
 
     def learn(self, trained: Iterable[Group]) -> None:
-        """Count the noted groups and those that a step has trained, in order."""
+        """Count the recorded groups, and the groups trained by a step, in order."""
         groups, self._noted = [*self._noted, *trained], []
         for group in groups:
             if self._knows(group.task.item):
@@ -140,7 +140,7 @@ class Curriculum:
         }
 
     def write_to(self, state: LearnerState) -> None:
-        """Put the rates into the state of a checkpoint."""
+        """Write the rates into the state of a checkpoint."""
         seen = np.flatnonzero(self._tries)
         state.success = [
             (int(item), float(self._tries[item]), float(self._solved[item])) for item in seen
@@ -159,7 +159,7 @@ class Curriculum:
         self._solved[item] = MEMORY * self._solved[item] + sum(solved)
 
     def _accumulate(self) -> NDArray[np.float64]:
-        """Return the weights of all tasks, summed up from the first on."""
+        """Return the cumulative weights of all tasks."""
         known = (self._tries.copy(), self._solved.copy())
         for array in known:
             array.flags.writeable = False
@@ -181,7 +181,7 @@ class Curriculum:
 # -- custom filters and curricula ------------------------------------------------------------------
 
 MOST_IN_A_ROW = 4096
-"""Groups that a filter may leave out one after the other: a run that trains none has no end."""
+"""Consecutive groups that a filter may leave out; a run that trains no group would not end."""
 
 
 @dataclass(frozen=True)
@@ -191,19 +191,19 @@ class FilterInputs:
     rewards_E: NDArray[np.float64]
     """Return of each episode."""
     lengths_E: NDArray[np.int64]
-    """Generated tokens of each."""
+    """Generated tokens of each episode."""
     truncated_E: NDArray[np.bool_]
-    """Whether a token limit ended it."""
+    """Whether a token limit ended each episode."""
     infos: list[dict[str, Any]]
     """`info` of the game at the end of each episode."""
     data_source: str
-    """Of the row of the data; empty where it has none."""
+    """Data source of the row; empty if it has none."""
     sample: int | None
     """The row of the data; None for a game that generates its states."""
 
 
 class CustomFilter:
-    """A function of the user's that says whether a group is trained."""
+    """A user's function that decides whether to train a group."""
 
     def __init__(self, function: CustomFunction) -> None:
         self._function = function
@@ -212,7 +212,7 @@ class CustomFilter:
     def keeps(self, group: Group) -> bool:
         """Return whether a group is trained.
 
-        Raises ConfigError for an invalid answer, and for a filter that leaves out every group.
+        Raises ConfigError for an invalid answer, or if the filter leaves out every group.
         """
         answer = self.answer(filter_inputs(group))
         self._in_a_row = 0 if answer else self._in_a_row + 1
@@ -235,7 +235,7 @@ class CustomFilter:
 
 
 def keeps_of(target: str | None) -> Callable[[Group], bool] | None:
-    """Return the function that selects groups to train; None: all are. Raises ConfigError."""
+    """Return the function that selects groups to train; None: train all. Raises ConfigError."""
     function = custom_function("filter", target)
     return None if function is None else CustomFilter(function).keeps
 
@@ -254,7 +254,7 @@ def filter_inputs(group: Group) -> FilterInputs:
 
 
 class CustomCurriculum:
-    """A function of the user's that weighs the tasks to choose from."""
+    """A user's function that weights the tasks."""
 
     def __init__(self, function: CustomFunction) -> None:
         self._function = function

@@ -28,7 +28,7 @@ _LENGTHS = (3, 5, 2, 4, 6, 1)
 _GROUPS = (0, 0, 0, 1, 1, 1)
 _GROUPS_OF_REWARDS = ((0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0,) * 4)
 _FIRST = 3
-"""Sequences of the first group."""
+"""Number of sequences in the first group."""
 
 
 def check_function(kind: Kind, target: str) -> Iterator[Check]:
@@ -80,7 +80,7 @@ def _of_loss(own: CustomFunction) -> Questions:
         return _gradient(inputs.logprobs_N)
 
     def follows() -> str:
-        """Descending the loss must make tokens with a positive advantage likelier, on the whole."""
+        """Check that descending the loss makes tokens with positive advantage likelier overall."""
         inputs = _loss_inputs()
         own.loss(inputs)[0].sum().backward()
         slope = float((cast("Tensor", inputs.logprobs_N.grad) * inputs.advantages_N).sum())
@@ -288,7 +288,7 @@ def _correction_inputs() -> CorrectionInputs:
 
 
 def main() -> None:
-    """Print the results for the function that the command line names."""
+    """Print the results for the function given on the command line."""
     kind, target = sys.argv[1:3]
     write_results(run_checks(check_function(cast("Kind", kind), target)))
 

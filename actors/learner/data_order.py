@@ -1,7 +1,7 @@
-"""Which row and which seed stand at a position of the job's data order.
+"""Maps positions of the job's data order to rows and seeds.
 
 Every epoch visits each row once, in a shuffled order of its own. Both are functions of the job's
-seed and the position alone, so a restart continues where it was.
+seed and the position only, so a restart continues at the same place.
 """
 
 from collections.abc import Iterable
@@ -28,13 +28,13 @@ class Chosen:
     seed: int
     """Seed of its episodes."""
     item: int | None = None
-    """The choice of a curriculum: the row, or the number of the seed."""
+    """The choice of a curriculum: a row, or a seed's number."""
     chosen_at: int | None = None
     """Version after which the curriculum chose it."""
 
 
 class TaskOrder(Protocol):
-    """Maps positions to tasks; may learn from the tasks that were played."""
+    """Maps positions to tasks; may adapt to the results of played tasks."""
 
     def choose(self, index: int, version: int) -> Chosen:
         """Return the task at a position, chosen at the learner's version."""
@@ -45,29 +45,29 @@ class TaskOrder(Protocol):
         ...
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Note a group that is not trained; it counts from the next step on."""
+        """Record a group that is not trained; it counts from the next step on."""
         ...
 
     def keep(self, task: Task) -> None:
-        """Note a task that will be issued again."""
+        """Record a task that will be issued again."""
         ...
 
     def learn(self, trained: Iterable[Group]) -> None:
-        """Note the groups that a step has trained."""
+        """Record the groups that a step has trained."""
         ...
 
     def numbers(self) -> dict[str, float]:
-        """Return metrics of what was learnt."""
+        """Return metrics of the order."""
         ...
 
     def write_to(self, state: LearnerState) -> None:
-        """Put what was learnt into the state of a checkpoint."""
+        """Write the order's state into the state of a checkpoint."""
         ...
 
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Each sample once an epoch; `num_rows` is None for a game that generates its states."""
+    """Each sample once per epoch; `num_rows` is None for a game that generates its states."""
 
     seed: int
     num_rows: int | None
@@ -88,20 +88,20 @@ class DataOrder:
         return int(np.random.SeedSequence([self.seed, index]).generate_state(1, np.uint64)[0] >> 2)
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Learn nothing."""
+        """Do nothing: the order does not adapt."""
 
     def keep(self, task: Task) -> None:
         """Do nothing: a position has the same task whenever it is issued."""
 
     def learn(self, trained: Iterable[Group]) -> None:
-        """Learn nothing."""
+        """Do nothing: the order does not adapt."""
 
     def numbers(self) -> dict[str, float]:
         """Return no metrics."""
         return {}
 
     def write_to(self, state: LearnerState) -> None:
-        """Write nothing."""
+        """Do nothing: the order has no state."""
 
 
 @lru_cache(maxsize=2)
@@ -110,10 +110,10 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 
 
 def total_steps(training: TrainingConfig, num_rows: int | None) -> int:
-    """Return how many steps the job has.
+    """Return the number of the job's steps.
 
     `num_steps` wins over `num_epochs`; without either, one epoch. Raises ConfigError for a game
-    without data that is given neither, DataError for data that does not fill one batch.
+    without data if neither is given, DataError for data that does not fill one batch.
     """
     if training.num_steps is not None:
         return training.num_steps

@@ -1,7 +1,7 @@
-"""Evaluations of a job's versions: tasks are issued, their results summarised and reported.
+"""Evaluations of a job's versions: issues tasks, and summarises and reports their results.
 
 Generators or an evaluator play the tasks. Requests are stored in a bucket, tasks and results in a
-stream, so a learner that starts again continues where it was.
+stream, so a restarted learner continues from there.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from ...schemas.wire.errors import ConflictError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_EVALS, JobScope
 
 _LOOK_S = 2.0
-"""Longest time between two reads of the bucket: messages may be lost with a connection."""
+"""Longest time between two reads of the bucket, as messages may be lost with a connection."""
 _MAX_OPEN = 4
 _MAX_BLAME_CHARS = 8192
 _MAX_VALUES_BYTES = EVALUATION_BYTES - (4 << 10)
-"""Of the metrics of a version; the rest of its record is small."""
+"""Size of the metrics of a version; the rest of its record is small."""
 MOST_EVALUATIONS = _MAX_OPEN + 1
-"""Versions that may wait for an evaluation at once; the last version is always evaluated."""
+"""Number of versions that may wait for evaluation at once; the last version is always evaluated."""
 MOST_KEPT = 512
-"""Records of a job that stay in the bucket, which all users share, beside the record of the best
-version; the metrics of older versions are in the job's feed."""
+"""Number of a job's records kept in the bucket, which all users share, besides the best version's
+record; the metrics of older versions are in the job's feed."""
 
 
 class Evaluations:
-    """The evaluations of a job, as the learner sees them: requested, played, then reported."""
+    """A job's evaluations on the learner's side: requested, played, then reported."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Evaluations:
         *,
         most_kept: int = MOST_KEPT,
     ) -> None:
-        """Without validation tasks nothing is evaluated.
+        """Without validation tasks, there are no evaluations.
 
-        `describe` asks the job's environment hosts for their tasks; `report_values` gets the step
-        and the values of every result; `publish_event` reports a failed evaluation; `note_progress`
-        is called at each result of a task.
+        `describe` requests the tasks from the job's environment hosts; `report_values` receives the
+        step and the values of every result; `publish_event` reports a failed evaluation;
+        `note_progress` is called at each result of a task.
         """
         self._describe, self._report_values = describe, report_values
         self._publish_event, self._note_progress = publish_event, note_progress
@@ -70,16 +70,16 @@ class Evaluations:
         self._log = ValidationLog(broker, scope)
         self._described: DescribeReply | None = None
         self._issued: dict[int, list[Task]] = {}
-        """Tasks of the versions that are being played."""
+        """Tasks of the versions in evaluation."""
         self._num_missing: dict[int, int] = {}
         self._newest = -1
         self._waiting: set[int] = set()
         self._scores: dict[int, ValidationScore] = {}
         self._ended: set[int] = set()
-        """Versions whose record is there, and for which nobody waits."""
+        """Versions with a record, for which nothing waits."""
         self._most_kept = most_kept
         self._revision = 0
-        """Of the newest write that was read."""
+        """Revision of the newest write that was read."""
         self._collecting = asyncio.Lock()
         self._changed, self._reported = asyncio.Event(), asyncio.Event()
 
@@ -93,7 +93,7 @@ class Evaluations:
         return set(self._waiting)
 
     def best(self, steps: Sequence[int]) -> int | None:
-        """Return which of these steps has the best validation that is known; see `keep_best`."""
+        """Return the step with the best known validation; see `keep_best`."""
         return best_of(dict(self._scores), steps) if self._training.keep_best else None
 
     def spared(self, steps: Sequence[int]) -> set[int]:
@@ -104,7 +104,7 @@ class Evaluations:
         return self.open_versions.intersection(steps) | ({best} if best is not None else set())
 
     def note_version(self, version: int) -> None:
-        """Note that a version is published; requests for newer versions wait."""
+        """Record that a version is published; requests for newer versions wait."""
         self._newest = max(self._newest, version)
         self._changed.set()
 
@@ -136,7 +136,7 @@ class Evaluations:
         return True
 
     async def follow(self) -> None:
-        """Issue the tasks of requested evaluations, and report their results, for ever."""
+        """Issue the tasks of requested evaluations and report their results, forever."""
         forget = self._broker.on_reconnect(self._changed.set)
         async with KeyChanges(self._broker, BUCKET_EVALS, self._scope.key) as changes:
             listening = await self._broker.listen(self._scope.validated, self._note_result)
@@ -153,7 +153,7 @@ class Evaluations:
                 await listening.stop()
 
     async def _wake(self, changes: KeyChanges) -> None:
-        """Read the bucket at each request, and after some seconds."""
+        """Read the bucket at each request and periodically."""
         while True:
             await changes.wait(_LOOK_S)
             self._changed.set()
@@ -163,7 +163,7 @@ class Evaluations:
         self._changed.set()
 
     async def play(self) -> None:
-        """Issue the tasks of requested versions, and finish those that are all played."""
+        """Issue the tasks of requested versions, and finish fully played versions."""
         for version in sorted(self._waiting):
             if version <= self._newest:
                 await self._play(version)
@@ -193,7 +193,7 @@ class Evaluations:
             await self._finish(version, "done", values=values)
 
     async def _issue(self, version: int) -> list[Task]:
-        """Queue the tasks of a version that have no result; return all of them."""
+        """Queue the tasks of a version that have no result; return all its tasks."""
         if self._described is None:
             self._described = await self._describe()
         tasks = evaluation_tasks(self._config, self._described, version)
@@ -203,10 +203,10 @@ class Evaluations:
     def _summary(
         self, tasks: Sequence[Task], results: Sequence[ValidationResult]
     ) -> dict[str, float]:
-        """Return the metrics of a version, of results in the order of their tasks."""
-        assert self._described is not None  # the tasks were issued
+        """Return the metrics of a version from results in the order of their tasks."""
+        assert self._described is not None  # set when the tasks were issued
         by_task = {result.task: result for result in results}
-        # In a game with roles each conversation counts by itself.
+        # In a game with roles, each conversation counts separately.
         samples = 1 if self._described.roles else self._config.evaluation.samples
         values = validation_metrics([by_task[task.task].episodes for task in tasks], samples)
         started = min((result.started for result in results), default=0.0)
@@ -234,7 +234,7 @@ class Evaluations:
         self._changed.set()
 
     async def collect(self) -> None:
-        """Report the results so far; clients may have requested versions, too."""
+        """Report the results so far; clients may also have requested versions."""
         async with self._collecting:
             for entry in await self._bucket.changes(self._scope.key, self._revision):
                 self._revision = entry.revision
@@ -272,7 +272,7 @@ class Evaluations:
 
     @property
     def named_wait(self) -> str:
-        """Name of the wait for the open evaluations: who plays them, and how many tasks."""
+        """Name of the wait for open evaluations: the player, and the number of tasks."""
         left = ", ".join(
             f"version {version} ({self._num_missing[version]} tasks)"
             if version in self._num_missing
@@ -283,7 +283,7 @@ class Evaluations:
         return f"{who} to validate {left}"
 
     async def _report(self, entry: Entry[EvalRecord]) -> None:
-        """Publish a result, then mark it; after a crash in between it is published again."""
+        """Publish a result, then mark it; after a crash in between, it is published again."""
         record = entry.value
         if record.values:
             metric = Metric(step=record.step, values=record.values, time=time.time())
@@ -292,7 +292,7 @@ class Evaluations:
         reported = record.model_copy(
             update={"state": "reported" if record.state == "done" else "given_up"}
         )
-        with contextlib.suppress(ConflictError):  # asked for again meanwhile
+        with contextlib.suppress(ConflictError):  # requested again meanwhile
             await self._bucket.update(self._key(record.version), reported, entry.revision)
 
     def _key(self, version: int) -> str:

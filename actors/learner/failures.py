@@ -1,11 +1,10 @@
-"""When a job is given up: many failed tasks or useless groups in a row, or no task for very long.
+"""Ends a job after many consecutive failed tasks or useless groups, or a long time without tasks.
 
-A failed task is data: it is recorded, its credit returns, and the job continues. But if every task
-fails (the game raises, all prompts are too long) the job would issue tasks for ever; it then ends
-with the last task's reason. It also ends if tasks succeed and none of their groups can be trained:
-all returns of each are equal, a filter leaves them out, they are stale or malformed. And if no task
-finishes for very long, as when the client that hosts the game has left, the job ends rather than
-hold its slots.
+A failed task is recorded, its credit returns, and the job continues. If every task fails (the game
+raises, all prompts are too long), the job would issue tasks forever; it then ends with the last
+task's reason. It also ends if tasks succeed but no group can be trained: the returns of each group
+are equal, a filter leaves them out, or they are stale or malformed. If no task finishes for a long
+time, for example because the client that hosts the game has left, the job ends to free its slots.
 """
 
 import time
@@ -20,9 +19,10 @@ LEAST_UNTRAINABLE = 256
 UNTRAINABLE_BATCHES = 20
 RESERVATION_EXPIRED = "reservation_expired"
 _HICCUP = 32
-"""So many untrainable groups in a row after a step are normal, and not reported."""
+"""This many consecutive untrainable groups after a step are normal and not reported."""
 _NOT_COUNTED: frozenset[DropReason] = frozenset({"failed", "duplicate"})
-"""`Failures` counts failed tasks; of duplicates, the first was trained or counted."""
+"""Reasons not counted here: `Failures` counts failed tasks, and the first of duplicates was
+counted."""
 _WHY: dict[DropReason, tuple[str, type[errors.TinkermqError], str]] = {
     "equal_rewards": (
         "all returns of each group were equal (algorithm.filter_equal_rewards)",
@@ -50,7 +50,7 @@ _WHY: dict[DropReason, tuple[str, type[errors.TinkermqError], str]] = {
 
 
 def deserted(idle_s: float, *, external: bool = False) -> errors.TinkermqError:
-    """Return the error of a job in which no task has finished for too long.
+    """Return the error of a job without finished tasks for too long.
 
     `external`: its tasks or trajectories come from outside.
     """
@@ -68,7 +68,7 @@ def deserted(idle_s: float, *, external: bool = False) -> errors.TinkermqError:
 
 
 class Failures:
-    """Counts the tasks that failed since the last one that did not, and the time since any came."""
+    """Counts the consecutive failed tasks, and the time since the last finished task."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Failures:
         *,
         external: bool = False,
     ) -> None:
-        """Give up after `idle_s` without a task that ended."""
+        """End the job after `idle_s` without a finished task."""
         self._limit = max(LEAST_IN_A_ROW, 2 * batch_size)
         self._num_in_a_row = 0
         self._idle_s = idle_s
@@ -87,19 +87,19 @@ class Failures:
         self._progressed_at = clock()
 
     def note_progress(self) -> None:
-        """Note that the job is not idle, or that it is idle for a known reason."""
+        """Record that the job is not idle, or is idle for a known reason."""
         self._progressed_at = self._clock()
 
     def idle(self) -> errors.TinkermqError | None:
-        """Return the error of a job that has been idle for too long, or None."""
+        """Return the error of a job that was idle for too long, or None."""
         late = self._clock() - self._progressed_at >= self._idle_s
         return deserted(self._idle_s, external=self._external) if late else None
 
     def note_task(self, blame: Blame | None) -> None:
-        """Note one finished task: why it failed, or None if it did not.
+        """Record a finished task: the reason of its failure, or None.
 
-        An agent's expired reservation is not counted. Raises the error of the boundary that is to
-        blame when too many have failed in a row.
+        An agent's expired reservation is not counted. Raises the error of the responsible boundary
+        if too many have failed in a row.
         """
         self.note_progress()
         if blame is None:
@@ -114,16 +114,16 @@ class Failures:
 
 
 class Untrainable:
-    """Counts the groups in a row, since the last step, that could not be trained.
+    """Counts consecutive groups since the last step that could not be trained.
 
-    Pure: dropped groups are in the learner's state and in the log, so that a learner that starts
-    again counts the same.
+    Pure: dropped groups are in the learner's state and in the log, so that a restarted learner
+    counts the same.
     """
 
     def __init__(self, batch_size: int, limit: int | None, judged_seq: int = 0) -> None:
-        """`limit`: give up after so many, 0 for never, None for the default.
+        """`limit`: number of groups after which the job ends; 0: never, None: default.
 
-        Entries of the log up to `judged_seq` were judged before.
+        Log entries up to `judged_seq` were counted before.
         """
         by_default = max(LEAST_UNTRAINABLE, UNTRAINABLE_BATCHES * batch_size)
         self._limit = by_default if limit is None else limit
@@ -138,14 +138,14 @@ class Untrainable:
         return self._counts.total()
 
     def count_dropped(self, dropped: Iterable[Dropped], usable: Iterable[int]) -> None:
-        """Count the groups `dropped` since the last step; groups in `usable` wait to be trained."""
+        """Count the groups `dropped` since the last step; `usable` groups wait to be trained."""
         after = max(usable, default=self._judged_seq)
         self._counts = Counter(
             item.reason for item in dropped if item.seq > after and item.reason not in _NOT_COUNTED
         )
 
     def stepped(self) -> None:
-        """Note a step: some groups can be trained."""
+        """Record a step: some groups can be trained."""
         self._counts.clear()
         self._least = self._next_report = max(self._batch_size, _HICCUP)
 
@@ -156,13 +156,13 @@ class Untrainable:
 
     @property
     def wait(self) -> str:
-        """Name of the job's wait once a batch's worth could not be trained; empty before."""
+        """Name of the job's wait after a batch of untrainable groups; empty before."""
         if self.num_in_a_row < self._least:
             return ""
         return f"a group that can be trained: {self._summary()}"
 
     def due_report(self) -> str:
-        """Return the report that is due now: after a batch's worth, and each time they doubled."""
+        """Return the report that is due: after one batch, and at each doubling."""
         if self.num_in_a_row < self._next_report:
             return ""
         self._next_report = 2 * self.num_in_a_row
@@ -170,7 +170,7 @@ class Untrainable:
         return f"{self._summary()}{ends} (limits.untrainable_groups)\n{self._main[2]}"
 
     def error(self) -> errors.TinkermqError | None:
-        """Return the error of a job that has had too many of them, or None."""
+        """Return the error of a job with too many untrainable groups, or None."""
         if not self._limit or self.num_in_a_row < self._limit:
             return None
         _, error, remedy = self._main

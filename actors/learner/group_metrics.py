@@ -1,4 +1,4 @@
-"""The metrics of one step that come from its groups."""
+"""The metrics of a step that are computed from its groups."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def group_numbers(
 ) -> dict[str, float]:
     """Describe the groups that a step trains; `version` is the policy's before the step.
 
-    Tokens of versions before `oldest` are not trained. An episode whose return is above
-    `success_reward` is solved, unless its game says so itself.
+    Tokens of versions before `oldest` are not trained. An episode is solved if its return is above
+    `success_reward`, unless its game reports success.
     """
     played = [rows for group in groups for rows in group.episodes]
     episodes = [_as_one(rows) for rows in played]
@@ -75,7 +75,7 @@ def group_numbers(
 
 
 def _as_one(rows: Sequence[Trajectory]) -> Trajectory:
-    """Return an episode's main row with the rewards of all."""
+    """Return an episode's main row with the sum of all rows' rewards."""
     if len(rows) == 1:
         return rows[0]
     rewards = np.concatenate([item.rewards for item in rows])
@@ -83,9 +83,9 @@ def _as_one(rows: Sequence[Trajectory]) -> Trajectory:
 
 
 def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """Describe the trees of calls of agents' episodes; nothing where there are none.
+    """Describe the trees of calls of agents' episodes, if there are any.
 
-    The generator's numbers of an episode are in `info` of its main row, below `agent`.
+    The generator's numbers of an episode are in `info` of its main row, under `agent`.
     """
     rows = [item for episode in played for item in episode if item.kind]
     if not rows:
@@ -112,7 +112,7 @@ def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 def _masked_share(played: Sequence[Sequence[Trajectory]], num_generated: float) -> dict[str, float]:
     """Return the share of tokens that structured output masked, for a mean generated token.
 
-    Empty where no program requested structured output.
+    Empty if no program requested structured output.
     """
     episode_numbers = [_numeric_fields(episode[0].info.get("agent")) for episode in played]
     if not any("masked_tokens" in numbers for numbers in episode_numbers):
@@ -130,11 +130,11 @@ def _numeric_fields(numbers: Any) -> dict[str, float]:
 
 
 def _oversample_numbers(lengths: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
-    """Compare the lengths, in generated tokens, of the episodes kept and of those that were cut.
+    """Compare the lengths in generated tokens of kept and of cut episodes.
 
-    The latter are lower bounds. `estimated_length` is the mean of all if none were cut and the
-    chance to end were the same at every token: the maximum-likelihood mean of exponential lengths
-    under censoring, total time on test by the number that ended (Epstein & Sobel 1953).
+    Lengths of cut episodes are lower bounds. `estimated_length` is the mean of all uncut lengths if
+    the probability to end is the same at every token: the maximum-likelihood mean of exponential
+    lengths under censoring, total tokens / number of ended episodes (Epstein & Sobel 1953).
     """
     if not cut:
         return {}
@@ -171,7 +171,7 @@ def _spread(name: str, values: NDArray[np.generic]) -> dict[str, float]:
 
 
 def _histogram(lags: NDArray[np.integer[Any]]) -> dict[str, float]:
-    """Share of the trained tokens by lag."""
+    """Return the share of trained tokens by lag."""
     shares: dict[str, float] = {}
     for low, high in _LAG_BUCKETS:
         inside = lags >= low if high is None else (lags >= low) & (lags <= high)
@@ -181,7 +181,7 @@ def _histogram(lags: NDArray[np.integer[Any]]) -> dict[str, float]:
 
 
 def _finishes(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Share of the episodes by what ended them, and of the turns that were cut."""
+    """Return the share of episodes by what ended them, and of truncated turns."""
     counts = Counter(item.ended_by for item in episodes)
     reasons = [reason for item in episodes for reason in item.finish_reasons]
     return {
@@ -191,7 +191,7 @@ def _finishes(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _role_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Describe each role of a game for several."""
+    """Describe each role of a multi-role game."""
     roles: dict[str, list[float]] = {}
     for item in episodes:
         if item.role:
@@ -203,7 +203,7 @@ def _role_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _opponent_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Tell the returns against each earlier version; one above 0 is a win."""
+    """Return the returns against each earlier version; a return above 0 is a win."""
     against: dict[str, list[float]] = {}
     for item in episodes:
         for version in set(item.opponents.values()):

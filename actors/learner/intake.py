@@ -1,6 +1,6 @@
-"""The learner's intake: reads the rollout log, keeps undecided groups, accounts for dropped ones.
+"""The learner's intake: reads the rollout log, holds undecided groups, counts dropped groups.
 
-What it holds is bounded by the staleness gate: generators cannot be further ahead than that.
+The staleness gate bounds the number of held groups.
 """
 
 import asyncio
@@ -30,27 +30,27 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class CheckedEntry:
-    """An entry of the log, checked."""
+    """A checked entry of the log."""
 
     seq: int
     number: int | None
     group: Group | None
-    """The group, or None when it cannot be trained."""
+    """The group; None if it cannot be trained."""
     task: Task | None
-    """The task that it names, or None when it cannot be read."""
+    """The group's task; None if it cannot be read."""
     tokens_wasted: int
     """Generated tokens of a task that was given up."""
     digest: bytes
     """SHA-256 of its payload."""
     candidate: Candidate
     blame: Blame | None
-    """Why its task was given up; None if it was not."""
+    """Reason why its task was given up; None if it was not."""
     traceparent: str
     """W3C trace context of its message."""
     arrived: float
-    """Seconds since the epoch at which it was read."""
+    """Time of reading, in seconds since the epoch."""
     refusal: str = ""
-    """Why it is malformed; empty if it is not."""
+    """Why the entry is malformed; empty if it is not."""
 
 
 class Intake:
@@ -71,11 +71,11 @@ class Intake:
         why_no_rows: str | None = None,
         keeps: Callable[[Group], bool] | None = None,
     ) -> None:
-        """Read from `from_seq` on; entries before it, and the ranges `decided`, are decided.
+        """Read from `from_seq` on; entries before it and in the ranges `decided` are decided.
 
-        `ledger` knows which tasks were issued; `check_readable` raises DataError for a group that
-        the model cannot read, such as one with images; `why_no_rows` is the reason why no episode
-        may have several rows, if none may; `keeps` returns whether a group is trained.
+        `ledger` has the issued tasks; `check_readable` raises DataError for a group that the model
+        cannot read, such as one with images; `why_no_rows` is the reason if episodes may not have
+        several rows; `keeps` returns whether a group is trained.
         """
         self._log = log
         self._ledger = ledger
@@ -90,25 +90,25 @@ class Intake:
         self._keeps = keeps
         self._entries: dict[int, CheckedEntry] = {}
         self.changed = asyncio.Event()
-        """Set whenever an entry arrives."""
+        """Set when an entry arrives."""
         self.last_seq = from_seq - 1
-        """Newest sequence that was read, or need not be."""
+        """Newest sequence that was read, or need not be read."""
         self.max_version = 0
-        """Newest version that may have generated a group: the newest recorded one."""
+        """Newest version that may have generated a group: the newest recorded version."""
         self.bytes_held = 0
         """Bytes of the log since the last checkpoint."""
         self._arrived: list[CheckedEntry] = []
 
     async def read_log(self) -> None:
-        """Read the log, for ever."""
+        """Read the log, forever."""
         async with aclosing(self._log.read(self._from_seq)) as entries:
             async for entry in entries:
                 self._enter(entry)
 
     def note_version(self, version: int) -> None:
-        """Note that groups may have been generated with a version; it never falls.
+        """Raise `max_version` to a version that may have generated groups; it never falls.
 
-        While recorded steps are trained again, generators still have newer weights.
+        While recorded steps are repeated, generators still have newer weights.
         """
         self.max_version = max(self.max_version, version)
 
@@ -117,7 +117,7 @@ class Intake:
         return await self._log.last_seq()
 
     async def catch_up(self, deadline_s: float) -> None:
-        """Wait until all present entries of the log have been read; raise DeadlineError otherwise.
+        """Wait until all current entries of the log have been read; raises DeadlineError.
 
         Raises StorageError for a log that ends before the first entry to read.
         """
@@ -137,7 +137,7 @@ class Intake:
             ) from None
 
     def take_arrived(self) -> list[CheckedEntry]:
-        """Return the entries that arrived since the last call, and enter them into the ledger."""
+        """Return the entries that arrived since the last call, and record them in the ledger."""
         arrived, self._arrived = self._arrived, []
         for entry in arrived:
             if entry.number is not None:
@@ -145,7 +145,7 @@ class Intake:
         return arrived
 
     def candidates(self) -> list[Candidate]:
-        """Return the undecided entries, which may be trained or dropped."""
+        """Return the undecided entries."""
         return [entry.candidate for entry in self._entries.values()]
 
     def __getitem__(self, seq: int) -> CheckedEntry:
@@ -155,16 +155,16 @@ class Intake:
         return seq in self._entries
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Remove entries that have been decided."""
+        """Remove decided entries."""
         for seq in seqs:
             del self._entries[seq]
 
     def first_undecided(self) -> int:
-        """Return the first sequence that must stay in the log."""
+        """Return the first sequence that the log must keep."""
         return min(self._entries, default=self.last_seq + 1)
 
     def write_to(self, state: LearnerState) -> None:
-        """Put the decided entries into the state of a checkpoint."""
+        """Write the decided entries into the state of a checkpoint."""
         first = state.log_seq = self.first_undecided()
         ends = [*sorted(self._entries), self.last_seq + 1]
         later = [(seq + 1, following) for seq, following in pairwise(ends) if following > seq + 1]
@@ -255,7 +255,7 @@ class Intake:
 
 
 def stream_recreated(what: str, last: int, known: int, stream: str) -> StorageError:
-    """Return the error of a stream that ends before what the checkpoint knows of it."""
+    """Return the error of a stream that ends before the checkpoint's place in it."""
     return StorageError(
         f"the {what} ends at entry {last}, the checkpoint knows entry {known}: stream {stream} was "
         "deleted and made again",
@@ -264,7 +264,7 @@ def stream_recreated(what: str, last: int, known: int, stream: str) -> StorageEr
 
 
 def _blame_of(refused: MessageError) -> Blame | None:
-    """Blame the task for a group that the model cannot read, so that many in a row end the job."""
+    """Blame the task for an unreadable group, so that many in a row end the job."""
     cause = refused.__cause__
     if not isinstance(cause, DataError):
         return None
@@ -285,24 +285,25 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
 
 
 def batch_digest(entries: Iterable[CheckedEntry]) -> str:
-    """Return the digest that a batch record holds for its groups."""
+    """Return the digest of a batch's groups for its batch record."""
     return hashlib.sha256(b"".join(entry.digest for entry in entries)).hexdigest()
 
 
 # -- groups that are never trained -----------------------------------------------------------------
-# A dropped group returns its credit; its task is issued again where that can help (`tasks.py`). The
-# next batch record names all groups dropped since the last one, so that a learner that starts again
-# decides the same.
+# A dropped group returns its credit; its task is issued again if that can help (`tasks.py`). The
+# next batch record lists all groups dropped since the last one, so that a restarted learner makes
+# the same decisions.
 
 REPORT_EVERY_S = 30.0
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 300
 _REPORTED: frozenset[DropReason] = frozenset({"malformed", "failed", "stale"})
-"""The other reasons are configured (`filter_equal_rewards`) or lose nothing (`duplicate`)."""
+"""Reported reasons; the others are configured (`filter_equal_rewards`) or lose nothing
+(`duplicate`)."""
 
 
 class Drops:
-    """The dropped groups of one learner."""
+    """The dropped groups of a learner."""
 
     def __init__(
         self,
@@ -323,7 +324,7 @@ class Drops:
         self.waste = state.waste.model_copy()
         """Counts of generated and of trained tokens and episodes."""
         self.num_by_reason = Counter(state.dropped_by_reason)
-        """Numbers of dropped groups since the start of the run."""
+        """Number of dropped groups by reason since the start of the run."""
         self._publish_event = publish_event
         self._clock = clock
         self._unrecorded: list[Dropped] = list(state.unrecorded)
@@ -361,16 +362,16 @@ class Drops:
         return self._unrecorded
 
     def _is_of_another_task(self, entry: CheckedEntry) -> bool:
-        """Return whether a group is of another task than was issued under its number."""
+        """Return whether a group's task differs from the task issued under its number."""
         return entry.task is not None and self._ledger.issued_instead_of(entry.task) is not None
 
     def take_unrecorded(self) -> list[Dropped]:
-        """Return the dropped entries for the next batch record, which names them."""
+        """Return the dropped entries that the next batch record lists."""
         dropped, self._unrecorded = self._unrecorded, []
         return dropped
 
     def write_to(self, state: LearnerState) -> None:
-        """Put the counters, and the unrecorded entries, into the state of a checkpoint."""
+        """Write the counters and the unrecorded entries into the state of a checkpoint."""
         state.unrecorded = list(self._unrecorded)
         state.waste = self.waste.model_copy()
         state.dropped_by_reason = dict(self.num_by_reason)
@@ -383,7 +384,7 @@ class Drops:
             self._examples.append(why[:_EXAMPLE_CHARACTERS])
 
     async def report_drops(self, *, now: bool = False) -> None:
-        """Publish the entries dropped since the last event as one event, if it is due."""
+        """Publish the entries dropped since the last event as one event, if due."""
         if not self._unreported or (not now and self._clock() < self._next_s):
             return
         self._next_s = self._clock() + REPORT_EVERY_S

@@ -1,11 +1,11 @@
 """The learner: issues tasks under the staleness bound, trains from the log, publishes weights.
 
 It is a function of the rollout log and the batch records. Every step is recorded before it is
-trained, and the record names its predecessor, so a second learner is fenced off. After a crash the
-newest checkpoint is loaded and the recorded batches behind it are trained again, in order: same
+trained, and each record names its predecessor, so a second learner is fenced off. After a crash the
+newest checkpoint is loaded and the recorded batches after it are trained again, in order: same
 batches, same weights.
 
-Torch runs in one thread of its own (`compute.py`); the event loop always answers.
+Torch runs in a separate thread (`compute.py`), so that the event loop stays responsive.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from .tasks import Ledger, TaskIssuer
 _CONTROL_S = 600.0
 """Longest wait of a control request for its checkpoint or its traces."""
 _EVALUATION_S = 600.0
-"""Time for the last evaluation beyond its playing: another generator may start, or load weights."""
+"""Time for the last evaluation beyond playing: another generator may start, or load weights."""
 _POLL_S = 1.0
 
 
@@ -57,7 +57,7 @@ class Learner:
         checkpoints: CheckpointStore,
         reporter: Reporter,
     ) -> None:
-        """Continue from `state`; `compute` holds the models, `order` says which tasks come."""
+        """Continue from `state`; `compute` holds the models, `order` chooses the tasks."""
         config, broker, scope = context.config, context.broker, context.scope
         self._context, self._config, self._state = context, config, state
         self._order, self._compute, self._reporter = order, compute, reporter
@@ -120,8 +120,8 @@ class Learner:
 
         self._time_use = learner_time_use()
         self._left_alone: float | None = None
-        """Since when only external actors could have brought a group, in seconds since the epoch;
-        None: now it is not so."""
+        """Time in seconds since the epoch since which only external actors could have added a
+        group; None: not at present."""
         self._is_paused = False
         self._control_changed = asyncio.Event()
         self._wanted_checkpoints: list[asyncio.Future[str | None]] = []
@@ -162,7 +162,7 @@ class Learner:
     # -- begin ---------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Publish the weights of the checkpoint, and train the steps recorded behind it again."""
+        """Publish the checkpoint's weights, and train the steps recorded after it again."""
         self._context.own_bytes = self._bytes_by_kind
         await self._serve_control()
         await self._compute.gpu.serve()
@@ -210,7 +210,7 @@ class Learner:
     # -- issue, take in, choose ----------------------------------------------------------------
 
     async def _next_batch(self) -> list[CheckedEntry] | None:
-        """Issue tasks and wait for the groups of the next step; None: no step is to come."""
+        """Issue tasks and wait for the groups of the next step; None: there is no next step."""
         with self._time_use.doing("wait"):
             while not (self._is_done or self._context.stopping.is_set()):
                 await self._saver.check()
@@ -219,7 +219,7 @@ class Learner:
                 if self._is_paused:
                     await self._stay_paused()
                     continue
-                self._intake.changed.clear()  # before reading: what arrives later is seen next time
+                self._intake.changed.clear()  # before reading: later arrivals set it again
                 arrived = self._take_in()
                 await self._issuer.expire_reservations()
                 chosen, dropped = self._choose()
@@ -234,9 +234,9 @@ class Learner:
         return None
 
     def _take_in(self) -> list[CheckedEntry]:
-        """Return the groups that arrived; raise when too many tasks in a row have failed.
+        """Return the groups that arrived; raises if too many tasks in a row have failed.
 
-        Groups that arrived before a start were counted then.
+        Groups from before the learner's start were counted earlier.
         """
         arrived = self._note_arrivals()
         for entry in arrived:
@@ -245,7 +245,7 @@ class Learner:
         return arrived
 
     def _note_arrivals(self) -> list[CheckedEntry]:
-        """Enter the groups that arrived into the ledger, and their times into the trace."""
+        """Record arrived groups in the ledger, and their times in the trace."""
         arrived = self._intake.take_arrived()
         for entry in arrived:
             if entry.group is not None:
@@ -253,7 +253,7 @@ class Learner:
         return arrived
 
     def _choose(self) -> tuple[list[CheckedEntry], list[Dropped]]:
-        """Return the groups to train at this version, none yet or a batch, and those dropped."""
+        """Return the groups to train at this version (none or a batch), and the dropped groups."""
         training = self._config.training
         decision = form_batch(
             self._intake.candidates(),
@@ -273,7 +273,7 @@ class Learner:
         return [self._intake[seq] for seq in decision.train], dropped
 
     async def _judge_dropped(self) -> None:
-        """Report many groups in a row that cannot be trained; raise when there are too many."""
+        """Report many consecutive untrainable groups; raises if there are too many."""
         untrainable = self._untrainable
         waiting = (candidate.seq for candidate in self._intake.candidates())
         dropped = (
@@ -290,7 +290,7 @@ class Learner:
             raise error
 
     async def _wait_for_groups(self) -> None:
-        """Wait until a group arrives, a request, or a second has passed."""
+        """Wait for a group, a request, or at most one second."""
         if self._saver.missing:
             await self._wait_for_room()
             return
@@ -302,7 +302,7 @@ class Learner:
             await self._wait_or_poll(self._intake.changed)
 
     def _named_wait(self, missing: int) -> AbstractContextManager[None]:
-        """Name the wait for so many groups, with its begin if only external actors can end it."""
+        """Name the wait for missing groups, with its start if only external actors can end it."""
         name, useless = self._issuer.waits_for(missing), self._untrainable.wait
         if not self._issuer.is_left_alone:
             if not useless:
@@ -313,10 +313,10 @@ class Learner:
         return self._context.missing(name, self._left_alone)
 
     async def _wait_for_room(self) -> None:
-        """Wait for room for a checkpoint, and try it again.
+        """Wait for room for a checkpoint, and retry it.
 
-        Without a checkpoint the log is not trimmed, and the groups of the next step may be waiting
-        for room in it: the job is not idle.
+        Without a checkpoint the log is not trimmed, and the groups of the next step may wait for
+        room in it: the job is not idle.
         """
         self._failures.note_progress()
         if self._saver.is_to_be_tried_again:
@@ -325,9 +325,9 @@ class Learner:
             await self._wait_or_poll(self._intake.changed)
 
     async def _stay_paused(self) -> None:
-        """Wait until somebody resumes the job, or a second has passed."""
+        """Wait until the job is resumed, or at most one second."""
         self._control_changed.clear()
-        self._context.set_state("paused")  # a step that was under way has ended since
+        self._context.set_state("paused")  # any running step has ended
         named = self._context.waiting("somebody to resume the job")
         with named, self._time_use.doing("paused"):
             await self._wait_or_poll(self._control_changed)
@@ -341,7 +341,7 @@ class Learner:
     # -- train, publish ------------------------------------------------------------------------
 
     async def _record(self, entries: list[CheckedEntry]) -> BatchRecord:
-        """Record which groups the next step trains, before it does."""
+        """Record the groups of the next step before it is trained."""
         presence = self._context.presence
         record = BatchRecord(
             step=self._state.step + 1,
@@ -363,9 +363,9 @@ class Learner:
     async def _train(
         self, entries: list[CheckedEntry], record: BatchRecord, *, is_new: bool
     ) -> None:
-        """Train one recorded step, publish its version, report it, and save it where it is due.
+        """Train one recorded step, publish its version, report it, and save it if due.
 
-        `is_new`: it was recorded just now, not before a restart.
+        `is_new`: it was not recorded before a restart.
         """
         formed, step = time.time(), record.step
         groups = [entry.group for entry in entries if entry.group is not None]
@@ -405,9 +405,9 @@ class Learner:
         self._intake.forget(entry.seq for entry in entries)
 
     async def _publish(self) -> None:
-        """Copy the weights now; they are sent while the next batch is trained.
+        """Copy the weights; they are sent while the next batch is trained.
 
-        Versions of an SFT job are published where they are evaluated or saved.
+        Versions of an SFT job are published if they are evaluated or saved.
         """
         step, last, evaluations = self._state.step, self._state.total_steps, self._evaluations
         is_kept = step == 0 or self._saver.is_due or evaluations.is_due(step, last)
@@ -420,20 +420,20 @@ class Learner:
             evaluations.note_version(step)
 
     async def _request_evaluation(self) -> None:
-        """Request an evaluation of the present version, where one is due."""
+        """Request an evaluation of the current version, if due."""
         if await self._evaluations.request_due(self._state.step, self._state.total_steps):
             self._publisher.pin(self._state.step)
 
     # -- save, finish --------------------------------------------------------------------------
 
     async def _save(self) -> str | None:
-        """Write a checkpoint and wait for it; return its folder, None where it has no room."""
+        """Write a checkpoint and wait for it; return its folder, None if there is no room."""
         await self._begin_save()
         with self._time_use.doing("checkpoint"):
             return await self._saver.finish()
 
     async def _begin_save(self) -> None:
-        """Copy a checkpoint, which is written while training continues."""
+        """Copy a checkpoint, to be written while training continues."""
         await self._recorded.refuse_if_replaced()
         self._note_arrivals()
         with self._time_use.doing("checkpoint"):
@@ -464,7 +464,7 @@ class Learner:
     # -- control requests ----------------------------------------------------------------------
 
     async def _serve_control(self) -> None:
-        """Answer on `ctl.learner`, and on its `reserve` and `tasks`."""
+        """Answer on `ctl.learner`, `ctl.learner.reserve` and `ctl.learner.tasks`."""
         context = self._context
         await context.serve_control(self._control)
         subject = context.scope.control(context.name)

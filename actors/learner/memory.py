@@ -1,10 +1,10 @@
 """Memory of a learner's GPU: settings chosen at the start, smaller passes, turns with an engine.
 
-The number of tokens in a pass decides the last bits of a sum, so it is part of each batch record: a
-step that is trained again, or replayed, has the same passes. The present number is in checkpoints.
+The number of tokens in a pass affects the last bits of a sum, so it is part of each batch record: a
+repeated or replayed step has the same passes. The current number is in checkpoints.
 
 Ranks that share a model cannot repeat a step in place (`training/rank_batches.py`). Their learner
-stores the smaller number of tokens, ends, and is started again: the step is recorded, but not
+stores the smaller number of tokens, ends, and is restarted: the step is recorded but not yet
 trained.
 """
 
@@ -46,7 +46,7 @@ _log = structlog.get_logger()
 def with_chosen_settings(
     config: JobConfig, card: GpuCard | None, *, shared: bool = False
 ) -> JobConfig:
-    """Return a configuration whose `auto` keys of the learner are chosen for a card.
+    """Return a configuration with the learner's `auto` keys chosen for a card.
 
     `shared`: an engine uses the same card. Without a card, or for an unknown model, the keys keep
     the defaults of a CPU.
@@ -62,7 +62,7 @@ def with_chosen_settings(
 
 
 class SmallerPasses(NamedTuple):
-    """The step from which on passes are smaller than recorded, and their tokens."""
+    """The step from which passes are smaller than recorded, and their tokens."""
 
     step: int
     microbatch_tokens: int
@@ -78,12 +78,12 @@ def read_smaller_passes(run_dir: Path) -> SmallerPasses | None:
 
 
 class PassTokens:
-    """The tokens of a pass, step by step."""
+    """The tokens of a pass in each step."""
 
     def __init__(
         self, config: JobConfig, run_dir: Path, state: LearnerState, *, auto: bool
     ) -> None:
-        """Begin with the tokens of the checkpoint's state where they are chosen (`auto`)."""
+        """Begin with the tokens of the checkpoint's state if they are chosen automatically."""
         self._configured = config.learner.pass_tokens
         self._smaller = read_smaller_passes(run_dir)
         self._state = state
@@ -94,7 +94,7 @@ class PassTokens:
 
     @property
     def now(self) -> int:
-        """Tokens of a pass in the next new step."""
+        """Tokens of a pass in the next unrecorded step."""
         return self._state.microbatch_tokens
 
     def of(self, record: BatchRecord) -> int:
@@ -105,17 +105,17 @@ class PassTokens:
         return tokens
 
     def note(self, tokens: int) -> None:
-        """Use the tokens of the step that was trained from now on."""
+        """Use the tokens of the trained step from now on."""
         self._state.microbatch_tokens = tokens
 
 
 def smaller_passes_after(
     config: JobConfig, run_dir: Path, error: OutOfMemoryError
 ) -> TinkermqError:
-    """Store smaller passes for ranks that were out of memory; return the error to raise.
+    """Store smaller passes for ranks out of memory; return the error to raise.
 
-    The learner is started again after that error, unless it is `error` itself: then the step did
-    not fit in smaller passes either.
+    The learner is restarted after that error, unless it is `error` itself: then the step did not
+    fit in smaller passes either.
     """
     if not config.learner.sharded or not error.step:
         return error
@@ -144,7 +144,7 @@ def smaller_passes_after(
 
 _POLL_S = 2.0
 _FREE_S = 900.0
-"""How long a generator may take to free the GPU: its engine may be starting."""
+"""Time for a generator to free the GPU, as its engine may be starting."""
 T = TypeVar("T")
 
 
@@ -182,10 +182,10 @@ def _num_weights(models: Sequence[nn.Module], *, trained: bool = False) -> int:
 
 
 class GpuTurns:
-    """The learner's side of the turns: it has the GPU while it trains."""
+    """The learner's side of the turns: the learner uses the GPU while it trains."""
 
     def __init__(self, context: JobContext, use: GpuUse | None) -> None:
-        """Share a GPU as `use` says; None: the learner has a GPU of its own."""
+        """Share a GPU according to `use`; None: the learner has its own GPU."""
         self._context = context
         self._use = use
         self._turn = GpuTurn(number=0, asleep=False, version=-1)
@@ -197,18 +197,18 @@ class GpuTurns:
         """Number of the turn in which the generator last slept."""
 
     async def serve(self) -> None:
-        """Answer the generator; to be called once the models are loaded."""
+        """Answer the generator; call it once the models are loaded."""
         if self._use is not None:
             subject = self._context.scope.gpu_turn(self._context.name)
             await self._context.service.endpoint("turn", subject, GpuTurnRequest, self._answer)
 
     async def published(self, version: int) -> None:
-        """Return the GPU to the engine, with the version that the learner has published."""
+        """Return the GPU to the engine, with the learner's published version."""
         await self._advance(asleep=False, version=version)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Have the GPU alone within the block, if the engine has to free it.
+        """Hold the GPU exclusively within the block, if the engine has to free it.
 
         Raises EngineError for a generator that does not free it.
         """
@@ -222,9 +222,9 @@ class GpuTurns:
             await self.published(self._context.step or 0)
 
     def freeing(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Return a function that does some work and then frees the memory that torch caches.
+        """Return a function that runs the work and then frees torch's cached memory.
 
-        The engine allocates its own again when the new version is published.
+        The engine allocates its memory again when the new version is published.
         """
 
         def run() -> T:
@@ -256,7 +256,7 @@ class GpuTurns:
             self._changed.notify_all()
 
     async def _answer(self, request: GpuTurnRequest) -> GpuTurn:
-        """Note the generator's state; answer once there is another turn."""
+        """Record the generator's state; answer once there is another turn."""
         async with self._changed:
             if request.asleep and request.seen == self._turn.number:
                 self._free_at = request.seen
@@ -265,5 +265,5 @@ class GpuTurns:
                 async with asyncio.timeout(_POLL_S):
                     await self._changed.wait_for(lambda: self._turn.number != request.seen)
             except TimeoutError:
-                pass  # the answer is the same turn
+                pass  # the answer repeats the turn
             return self._turn

@@ -1,8 +1,8 @@
 """The batch records of a job: appended before each step, and read when a learner starts.
 
-A learner that starts notes all tasks that were issued first. Then it trains each recorded batch
-behind its checkpoint as before: same groups, same order, same weights. Generators continue
-meanwhile with weights that are newer than those of the step that is trained again.
+A starting learner first records all issued tasks in its ledger. Then it trains each recorded batch
+after its checkpoint again: same groups, same order, same weights. Generators meanwhile continue
+with weights newer than those of the repeated step.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 
 
 class RecordedSteps:
-    """The recorded steps of one job: those before a start, and those that this learner records."""
+    """The recorded steps of a job: those from before a start, and those of this learner."""
 
     def __init__(
         self,
@@ -47,27 +47,27 @@ class RecordedSteps:
         self._recording = asyncio.Lock()
 
     async def append(self, record: BatchRecord) -> None:
-        """Record a step; FencedError when another learner of the job has recorded one."""
+        """Record a step; FencedError if another learner of the job has recorded one."""
         async with self._recording:
             self._state.batch_seq = await self._batches.append(record, self._state.batch_seq)
 
     async def check_owner(self) -> None:
-        """Raise FencedError when another learner of the job has recorded a step."""
+        """Raise FencedError if another learner of the job has recorded a step."""
         async with self._recording:  # clients request tasks while a step is recorded
             await self._batches.check_owner(self._state.batch_seq)
 
     async def refuse_if_replaced(self) -> None:
-        """Raise FencedError rather than let a fenced-off learner write a checkpoint.
+        """Raise FencedError to keep a fenced-off learner from writing a checkpoint.
 
-        An unreachable broker does not prevent a checkpoint: decisions in it that no record has are
-        compared with the records when it is loaded.
+        An unreachable broker does not prevent a checkpoint: its unrecorded decisions are compared
+        with the records when it is loaded.
         """
         with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
             async with asyncio.timeout(_OWNER_S):
                 await self.check_owner()
 
     async def read(self) -> None:
-        """Read the records: the last step of the job, and a bound on the tasks that were issued."""
+        """Read the records: the job's last step, and an upper bound of issued task numbers."""
         stored = await self._batches.read_all()
         self._records = [record for _, record in stored]
         last_seq = stored[-1][0] if stored else 0
@@ -82,10 +82,10 @@ class RecordedSteps:
         self._ledger.expect(await self._largest_number())
 
     async def note_issued(self) -> None:
-        """Note in the ledger all tasks that were issued, from the task queue and the rollout log.
+        """Record in the ledger all issued tasks, from the task queue and the rollout log.
 
-        Generators continue meanwhile. They append a group before its task leaves the queue, so what
-        has left the queue is in the log, which is read after it.
+        Generators continue meanwhile. They append a group before its task leaves the queue, and the
+        log is read after the queue, so each task is found.
         """
         broker, scope = self._context.broker, self._context.scope
         queued = await get_all(broker, scope.stream_task, scope.task("*"))
@@ -100,9 +100,9 @@ class RecordedSteps:
         self._ledger.find_missing()
 
     async def behind(self) -> list[BatchRecord]:
-        """Return the records behind the checkpoint, in order, whose steps are to be trained again.
+        """Return the records after the checkpoint, in order, whose steps are trained again.
 
-        An event tells their number.
+        An event reports their number.
         """
         behind = [record for record in self._records if record.step > self._state.step]
         self._records = []
@@ -115,7 +115,7 @@ class RecordedSteps:
         return behind
 
     def entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
-        """Return the entries that a recorded step trained, and drop those that it dropped."""
+        """Return the entries that a recorded step trained, and drop the entries that it dropped."""
         step, intake = record.step, self._intake
         missing = [seq for seq in record.seqs if seq not in intake]
         if missing:
@@ -137,7 +137,7 @@ class RecordedSteps:
         return entries
 
     async def _largest_number(self) -> int:
-        """Bound the numbers that were issued before a crash: each log entry may be a credit."""
+        """Bound the numbers issued before a crash: each log entry may have returned a credit."""
         training: TrainingConfig = self._context.config.training
         num_read = await self._intake.newest() + 1 - self._state.log_seq
         by_gate = num_admissible(

@@ -1,10 +1,10 @@
 """Train a run again from its log: `python -m tinkermq.actors.learner.replay --job JOB`.
 
 The batch records name the groups of each step, and the rollout log holds them. Trained again from
-the same initial weights on the same hardware, a run arrives at the same bits: the result is
-compared with the run's newest checkpoint, which also says how the steps were computed. Where bits
-cannot be repeated (CUDA kernels without `learner.deterministic`, another GPU or torch), the weights
-are compared within a bound. The run is not changed.
+the same initial weights on the same hardware, a run has the same bits: the result is compared with
+the run's newest checkpoint, which also records how the steps were computed. If bits cannot be
+reproduced (CUDA kernels without `learner.deterministic`, another GPU or torch), the weights are
+compared within a bound. The run is not changed.
 """
 
 import argparse
@@ -49,8 +49,8 @@ from .start import starting_point
 
 T = TypeVar("T")
 BOUND = 0.1
-"""Largest distance from the run's weights of a replay that cannot repeat the bits, as a share of
-the distance that the run moved them."""
+"""Largest distance from the run's weights of a replay that cannot reproduce the bits, as a share of
+the distance between the run's initial and final weights."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,27 @@ class ReplayResult:
     """The result of a replay."""
 
     steps: int
-    """Steps that were trained again."""
+    """Number of repeated steps."""
     differing: list[str]
-    """Names of the tensors whose bits differ from the checkpoint's; empty if none does."""
+    """Names of the tensors whose bits differ from the checkpoint's; empty if none differ."""
     checkpoint: Path
-    """The checkpoint that was compared with."""
+    """The checkpoint of the comparison."""
     repeated: list[int] = field(default_factory=list[int])
     """Positions of the data order that were trained more than once; empty in a sound run."""
     distance: float = 0.0
-    """Distance of the weights from the checkpoint's, over the distance that the run moved them."""
+    """Distance of the weights from the checkpoint's, over the distance that the run moved the
+    weights."""
     inexact: str = ""
-    """Why bits may differ; empty: they may not."""
+    """Why bits may differ; empty: they may not differ."""
 
     @property
     def identical(self) -> bool:
-        """Whether every bit is the same, and every position was trained once at most."""
+        """Whether all bits are the same, and every position was trained at most once."""
         return not self.differing and not self.repeated
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is identical, or within the bound where bits may differ."""
+        """Whether it is identical, or within the bound if bits may differ."""
         near = bool(self.inexact) and self.distance <= BOUND
         return not self.repeated and (not self.differing or near)
 
@@ -87,7 +88,7 @@ async def replay(
 ) -> ReplayResult:
     """Train all recorded steps of a run again and compare with its newest checkpoint.
 
-    Raises NotFoundError when the log no longer holds them, or no checkpoint is there.
+    Raises NotFoundError if the log no longer holds them, or there is no checkpoint.
     """
     scope, stores = record.scope, Stores(broker, record.scope)
     config = await asyncio.to_thread(with_models_here, parse_config(record.config), stores)
@@ -145,7 +146,7 @@ async def replay(
 
 
 def _as_recorded(config: JobConfig, recorded: Sequence[Numerics]) -> JobConfig:
-    """Return the configuration with the dtype that the run computed in, wherever this runs."""
+    """Return the configuration with the dtype of the run's computations."""
     if not recorded:
         return config
     learner = config.learner.model_copy(update={"dtype": recorded[-1].dtype})
@@ -153,7 +154,7 @@ def _as_recorded(config: JobConfig, recorded: Sequence[Numerics]) -> JobConfig:
 
 
 def why_inexact(recorded: Sequence[Numerics], now: Numerics) -> str:
-    """Return why steps computed then and now may differ in bits; empty: they may not."""
+    """Return why steps may differ in bits between then and now; empty: they may not."""
     for then in recorded:
         if not then.repeats:
             return f"it was trained with {then}; learner.deterministic=true makes a run repeat"
@@ -181,7 +182,7 @@ def _differing(
     saved: Mapping[str, torch.nn.Module],
     checkpoint: Path,
 ) -> list[str]:
-    """Name the tensors of policies and critics that are not the checkpoint's to the bit.
+    """Return the names of policies' and critics' tensors with bits unlike the checkpoint's.
 
     `saved` are the policies of the checkpoint, with their adapters where they have some.
     """
@@ -204,7 +205,7 @@ def _distance(
     saved: Mapping[str, torch.nn.Module],
     begun: Mapping[str, torch.nn.Module],
 ) -> float:
-    """Return the distance between the policies made and saved, over that which the run moved."""
+    """Return the distance of policies made and saved, over the distance that the run moved."""
     apart, moved = 0.0, 0.0
     for policy, made in made_by_policy.items():
         ends, starts = policy_tensors(saved[policy]), policy_tensors(begun[policy])

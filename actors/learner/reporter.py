@@ -35,20 +35,20 @@ from ..training.step import StepReport
 from .group_metrics import demonstration_numbers, group_numbers
 from .intake import CheckedEntry, Drops, Intake
 
-# -- where the time of a step went -----------------------------------------------------------------
-# The learner's time, and that of the generators and environment hosts that it may wait for. Groups
-# may come from external agents, so their numbers are not trusted.
+# -- time use of a step ----------------------------------------------------------------------------
+# The learner's time, and the time of the generators and environment hosts for which it may wait.
+# Groups may come from external agents, so their numbers are not trusted.
 
 MAX_GROUPS = 64
 
 
 def learner_time_use() -> TimeUse:
-    """Return the partition of the learner's time; any work counts before waiting."""
+    """Return the partition of the learner's time; work takes precedence over waiting."""
     return TimeUse("paused", "checkpoint", "train", "publish", "wait", rest="other")
 
 
 class StepTracer:
-    """Collects the times of generators and environment hosts into the trace of each step."""
+    """Collects the times of generators and environment hosts for the trace of each step."""
 
     def __init__(self) -> None:
         self._generators: dict[str, dict[str, float]] = {}
@@ -56,14 +56,14 @@ class StepTracer:
         self._last_seconds: dict[str, tuple[int, dict[str, float]]] = {}
 
     def take_group(self, group: Group) -> None:
-        """Add the generator's time that a group reports, trained or not."""
+        """Add the generator's time reported by a group, trained or not."""
         kinds = (kind for kind in GENERATOR_KINDS if kind in group.time_use)
         spans = {kind: _length(group.time_use[kind]) for kind in kinds}
         if spans:
             _add(self._generators.setdefault(group.source, {}), spans)
 
     def take_host(self, host: Presence) -> None:
-        """Add an environment host's heartbeat: counters since its start."""
+        """Add an environment host's heartbeat, with counters since its start."""
         seconds = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in HOST_KINDS}
         pid, before = self._last_seconds.get(host.actor, (0, {}))
         self._last_seconds[host.actor] = host.pid, seconds
@@ -72,7 +72,7 @@ class StepTracer:
             _add(self._hosts.setdefault(host.actor, {}), spent)
 
     def forget(self) -> None:
-        """Discard the times so far: they are from before a restart."""
+        """Discard the times so far, which are from before a restart."""
         self._generators, self._hosts = {}, {}
 
     def trace(
@@ -83,7 +83,7 @@ class StepTracer:
         learner: Mapping[str, float],
         send_s: float,
     ) -> StepTrace:
-        """Return the trace of a step that has ended, and begin the next."""
+        """Return the trace of the step that has ended, and begin the next."""
         last = sorted(entries, key=lambda entry: entry.arrived)[-MAX_GROUPS:]
         generators, hosts = self._generators, self._hosts
         self.forget()
@@ -128,10 +128,10 @@ def _add(sums: dict[str, float], spent: Mapping[str, float]) -> None:
         sums[kind] = sums.get(kind, 0.0) + seconds
 
 
-# -- how busy the cores of this machine are --------------------------------------------------------
+# -- use of the machine's cores --------------------------------------------------------------------
 
 _IDLE = (3, 4)
-"""Columns of time in which a core did nothing: idle, and waiting for a disk."""
+"""Columns of time in which a core was idle or waited for a disk."""
 _COUNTED = 8
 
 
@@ -143,7 +143,7 @@ class CoreUse:
         self._last = self._read()
 
     def busy_share(self) -> float:
-        """Return the busy share since the last call, 0 to 1; 0 where it is unknown."""
+        """Return the busy share since the last call, 0 to 1; 0 if it is unknown."""
         now, last = self._read(), self._last
         self._last = now
         spent = [new - old for new, old in zip(now, last, strict=False)]
@@ -151,7 +151,7 @@ class CoreUse:
         return 1 - sum(spent[column] for column in _IDLE) / total if total > 0 else 0.0
 
     def _read(self) -> list[int]:
-        """Return the ticks of all cores by kind; none on a system without such counters."""
+        """Return the ticks of all cores by kind; empty on a system without such counters."""
         try:
             first = self._source.read_text().partition("\n")[0].split()
         except OSError:
@@ -164,19 +164,19 @@ _WINDOW = 20
 _BOTTLENECK_EVERY_S = 5.0
 _MAX_TABLE_CHARS = 20_000
 _FLUSH_S = 5.0
-"""How long a learner that ends early waits for trackers to log their numbers."""
+"""Time for trackers to log their numbers when a learner ends early."""
 _MAX_UNWRITTEN = 10_000
-"""Steps whose numbers wait for a file that cannot be written."""
+"""Maximum number of steps whose numbers wait for an unwritable file."""
 
 
 @dataclass
 class Generators:
-    """The numbers of the generators' last heartbeats."""
+    """The numbers in the generators' last heartbeats."""
 
     tokens_per_s: float = 0.0
     count: int = 0
     hosts: frozenset[str] = frozenset()
-    """The machines they are on."""
+    """The generators' machines."""
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Reporter:
     _unwritten: deque[tuple[int, Mapping[str, float]]] = field(
         default_factory=lambda: deque[tuple[int, Mapping[str, float]]](maxlen=_MAX_UNWRITTEN)
     )
-    """Numbers that are not in the run's own file yet."""
+    """Numbers that are not yet in the run's own file."""
     _is_unwritable: bool = False
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -210,7 +210,7 @@ class Reporter:
         drops: Drops,
         oldest: int = 0,
     ) -> None:
-        """Publish the numbers and the trace of a step, unless they were before a restart.
+        """Publish the numbers and the trace of a step, unless reported before a restart.
 
         Tokens of versions before `oldest` were not trained.
         """
@@ -249,10 +249,10 @@ class Reporter:
         await self._report_bottleneck()
 
     async def _log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand numbers to the trackers, each once; wait for room on a full disk.
+        """Pass numbers to the trackers, each once; wait for room on a full disk.
 
-        A file that cannot be written for another reason gets them later. A failing tracker is
-        reported and does not end the run.
+        If the file cannot be written for another reason, they are written later. A failing tracker
+        is reported and does not end the run.
         """
         self._unwritten.append((step, values))
         for tracker in self.trackers:
@@ -287,13 +287,13 @@ class Reporter:
         self._is_unwritable = False
 
     async def _report_to_trackers(self) -> None:
-        """Report the problems of trackers, each once."""
+        """Report the problems of trackers, each problem once."""
         for tracker in self.trackers:
             for event in tracker.take_events() if isinstance(tracker, GuardedTracker) else ():
                 await self.context.event(event.kind, event.message, **event.data)
 
     async def _log_episodes(self, step: int, groups: Sequence[Group]) -> None:
-        """Hand episodes of the step to the trackers, if configured."""
+        """Pass episodes of the step to the trackers, if configured."""
         tracking = self.context.config.tracking
         if tracking.episodes_every and step % tracking.episodes_every == 0:
             rows = await asyncio.to_thread(episode_rows, groups, tracking.max_episodes)
@@ -301,13 +301,13 @@ class Reporter:
                 tracker.log_episodes(rows, step)
 
     async def log_checkpoint(self, step: int, folder: Path) -> None:
-        """Hand a checkpoint to the trackers, if configured."""
+        """Pass a checkpoint to the trackers, if configured."""
         if self.context.config.tracking.checkpoints:
             for tracker in self.trackers:
                 await asyncio.to_thread(tracker.log_checkpoint, folder, step)
 
     async def watch_actors(self) -> None:
-        """Read the heartbeats of generators and environment hosts, for ever."""
+        """Read the heartbeats of generators and environment hosts, forever."""
         while True:
             try:
                 self._note_generators(
@@ -329,16 +329,16 @@ class Reporter:
                 self.tracer.take_host(entry.value)
 
     async def log_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Hand an evaluation's result to the trackers."""
+        """Pass an evaluation's result to the trackers."""
         await self._log(step, values)
 
     async def flush(self) -> None:
-        """Let the trackers log their numbers, for some seconds at most."""
+        """Let the trackers log their numbers, for a few seconds at most."""
         guarded = [tracker for tracker in self.trackers if isinstance(tracker, GuardedTracker)]
         await asyncio.gather(*(asyncio.to_thread(tracker.flush, _FLUSH_S) for tracker in guarded))
 
     async def finish(self) -> None:
-        """Close the trackers, however long they take, except those that hang."""
+        """Close the trackers and wait for them, except for those that hang."""
         with self.context.waiting("the trackers to finish"):
             await asyncio.gather(*(asyncio.to_thread(tracker.finish) for tracker in self.trackers))
         await self._report_to_trackers()
@@ -412,7 +412,7 @@ def last_reported_step(run_dir: Path) -> int:
 
 
 async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:
-    """Open the trackers, hand them the configuration, and continue after the last reported step."""
+    """Open the trackers, pass them the configuration, and continue after the last reported step."""
     config, first_step = context.config, last_reported_step(context.run_dir)
     run = TrackedRun(
         project=config.project,

@@ -1,7 +1,7 @@
-"""The checkpoints of a learner: writing and uploading them, and trimming the log behind them.
+"""The checkpoints of a learner: writes and uploads them, and trims the log behind them.
 
-Training waits for the copy that a checkpoint is written from, and for the previous checkpoint if
-that is still being written; the rest happens in the background.
+Training waits for the copy from which a checkpoint is written, and for the previous checkpoint if
+it is still being written; the rest happens in the background.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ _PAUSE_S = 5.0
 _WRITING_SHARE = 10
 _UPLOAD_S = 600.0
 _UPLOAD_TRIES = 3
-"""Tries of a request before its failure is reported; the upload is then repeated for ever."""
+"""Tries of a request before its failure is reported; the upload is then retried forever."""
 _DRAIN_S = 8.0
-"""A node gives draining actors 20 s. Steps that are not in the store by then are trained again."""
+"""Nodes give draining actors 20 s. Steps that are not in the store by then are trained again."""
 _CLOSE_S = 8.0
 """How long a failed learner waits for the checkpoint that it is writing."""
 
@@ -49,17 +49,17 @@ class CheckpointAge:
     """The time since a checkpoint was written. Pure: the caller passes the time, in seconds."""
 
     def __init__(self, most_s: float, now: float) -> None:
-        """A checkpoint is due after `most_s`, never if that is 0; the run begins at `now`."""
+        """A checkpoint is due after `most_s` (0: never); the run begins at `now`."""
         self._most_s = most_s
         self._since = now
         self._took_s = 0.0
 
     def saved(self, began: float, ended: float) -> None:
-        """Note that a checkpoint was written."""
+        """Record that a checkpoint was written."""
         self._since, self._took_s = ended, ended - began
 
     def is_over(self, now: float) -> bool:
-        """Return whether a checkpoint is due; at most a tenth of the time is spent writing them."""
+        """Return whether a checkpoint is due; writing takes at most a tenth of the time."""
         patience = max(self._most_s, _WRITING_SHARE * self._took_s)
         return bool(self._most_s) and now - self._since >= patience
 
@@ -68,12 +68,12 @@ class StatePart(Protocol):
     """A part of the learner whose state is part of checkpoints."""
 
     def write_to(self, state: LearnerState) -> None:
-        """Write the part's state into that of a checkpoint."""
+        """Write the part's state into the state of a checkpoint."""
         ...
 
 
 class Saver:
-    """Writes the checkpoints of one learner, in the background, and trims the log behind them."""
+    """Writes the checkpoints of a learner in the background, and trims the log behind them."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class Saver:
         reporter: Reporter,
         parts: Sequence[StatePart],
     ) -> None:
-        """`compute` copies the models, `parts` bring `state` up to date before it is copied.
+        """`compute` copies the models; `parts` update `state` before it is copied.
 
-        `reporter` hands each checkpoint to the trackers.
+        `reporter` passes each checkpoint to the trackers.
         """
         self._context = context
         self._checkpoints = checkpoints
@@ -114,7 +114,7 @@ class Saver:
         self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
 
     async def upload(self) -> None:
-        """Upload checkpoints to the store of the job, if it has one, for ever."""
+        """Upload checkpoints to the job's store, if it has one, forever."""
         if self._uploads is None:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)
@@ -127,7 +127,7 @@ class Saver:
         """Whether a checkpoint is due after this step, or the log must be trimmed."""
         training, step = self._context.config.training, self._state.step
         if step == self._state.total_steps:
-            return False  # the last one is written when the learner ends
+            return False  # the last one is written at the end
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         is_old = self._age.is_over(time.monotonic())
         every = [training.save_freq, training.test_freq if training.keep_best else 0]
@@ -142,7 +142,7 @@ class Saver:
 
     @property
     def missing(self) -> str:
-        """What checkpoints lack, so that the log is not trimmed; empty if they lack nothing."""
+        """What checkpoints lack, so that the log cannot be trimmed; empty if they lack nothing."""
         if self.lacks_room:
             return "room on the disk for a checkpoint"
         stuck = self._uploads is not None and self._uploads.trouble is not None
@@ -150,12 +150,12 @@ class Saver:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the last checkpoint is missing because its disk is full."""
+        """Whether the last checkpoint was not written because its disk is full."""
         return self._failed is not None and self._failed.is_full
 
     @property
     def is_to_be_tried_again(self) -> bool:
-        """Whether a checkpoint that did not fit on the disk may be tried again now."""
+        """Whether it is time to retry a checkpoint that did not fit on the disk."""
         return self.lacks_room and not self.is_writing and time.monotonic() >= self._next_try
 
     async def save(self, *, keep_bytes: int = 0) -> str | None:
@@ -167,8 +167,8 @@ class Saver:
         """Copy a checkpoint, write it in the background, and trim the log behind it.
 
         A checkpoint that is still being written is finished first. `keep_bytes` of trained groups
-        stay in the log; they are not trained again, since the checkpoint knows its place in the
-        log. A full disk does not end the run: the first failure is an event.
+        stay in the log; they are not trained again, since the checkpoint has its place in the log.
+        A full disk does not end the run: the first failure is reported as an event.
         """
         await self.finish()
         held_bytes = self._intake.bytes_held
@@ -182,14 +182,14 @@ class Saver:
         )
 
     async def finish(self) -> str | None:
-        """Wait for the checkpoint that is being written; return its folder, None without one.
+        """Wait for the checkpoint in progress; return its folder, None without one.
 
         Raises the error of a checkpoint that could not be written, unless its disk is full.
         """
         if self._writing is None:
             return None
         with self._context.waiting("the last checkpoint, which is being written"):
-            folder = await asyncio.shield(self._writing)  # the end of a run does not interrupt it
+            folder = await asyncio.shield(self._writing)  # the end of a run must not interrupt it
         self._writing = None
         return folder
 
@@ -199,13 +199,13 @@ class Saver:
             await self.finish()
 
     async def close(self) -> None:
-        """Wait some seconds for a checkpoint that is being written."""
+        """Wait a few seconds for the checkpoint in progress."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=_CLOSE_S)
             if not self._writing.done():
                 self._writing.cancel()
             elif not self._writing.cancelled():
-                self._writing.exception()  # it was raised by `finish`, or the run has failed before
+                self._writing.exception()  # raised by `finish`, or the run had failed before
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _write(
@@ -241,7 +241,7 @@ class Saver:
         return str(folder)
 
     async def _note_failure(self, step: int, copied: CheckpointCopy, error: StorageError) -> None:
-        """Report the first time that a checkpoint could not be written; it is tried again."""
+        """Report the first failure to write a checkpoint, which is retried."""
         first, self._failed = self._failed is None, error
         self._next_try = time.monotonic() + _PAUSE_S
         if not error.is_full:
@@ -269,10 +269,10 @@ class Saver:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _trim(self) -> None:
-        """Trim the log behind the checkpoint before the newest, since the newest may be damaged.
+        """Trim the log behind the second newest checkpoint, since the newest may be damaged.
 
-        If the log has no room for that, trim it behind the newest. With a store, only checkpoints
-        in it count.
+        If the log is too full for that, trim it behind the newest. With a store, only stored
+        checkpoints count.
         """
         if self._context.config.training.keep_rollouts:
             return
@@ -284,7 +284,7 @@ class Saver:
             await log.trim(newest, keep_bytes=keep)
 
     def _first_needed(self) -> tuple[int, int]:
-        """Return the first entry behind the last checkpoint but one, and behind the newest."""
+        """Return the first entry behind the second newest checkpoint, and behind the newest."""
         if self._uploads is None:
             return self._first_needed_here(), self._saved_seq
         seqs = [1, *(seq for _, seq in sorted(self._uploads.first_seqs.items()))]
@@ -302,7 +302,7 @@ class Saver:
     async def save_at_the_end(self) -> str:
         """Write the last checkpoint, waiting for room on the disk; return its folder.
 
-        Raises StorageError when it has failed for a minute for another reason.
+        Raises StorageError if it has failed for a minute for another reason.
         """
         kept_bytes = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
         left = _FINAL_TRIES
@@ -412,7 +412,7 @@ class Uploads:
         return [step for step in local if step not in there]
 
     async def add_checkpoint(self, step: int, first_seq: int, folder: Path) -> None:
-        """Upload a checkpoint when its turn comes; its folder may be removed meanwhile."""
+        """Upload a checkpoint in its turn; its folder may be removed meanwhile."""
         await self._begun.wait()
         held = self._folder / f"{folder.name}.{first_seq}"
 
@@ -431,7 +431,7 @@ class Uploads:
                 await asyncio.to_thread(shutil.rmtree, item.held, ignore_errors=True)
 
     async def upload_all(self) -> None:
-        """Upload the waiting checkpoints, for ever."""
+        """Upload the waiting checkpoints, forever."""
         try:
             while True:
                 await self._changed.wait()
@@ -443,7 +443,7 @@ class Uploads:
             self._mirror.store.close()
 
     async def _upload(self, upload: _Upload) -> None:
-        """Upload a checkpoint, trying again until it is stored or a newer one waits."""
+        """Upload a checkpoint, retrying until it is stored or a newer one waits."""
         step, first_seq, held = upload
         while True:
             try:
@@ -464,7 +464,7 @@ class Uploads:
         await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
 
     def _kept_steps(self, *more: int) -> set[int]:
-        """Return which of the stored, waiting and further steps are kept for good."""
+        """Return which of the stored, waiting and further steps are kept permanently."""
         waiting = (item.step for item in self._waiting)
         return self._mirror.kept(sorted({*self.first_seqs, *waiting, *more}))
 

@@ -1,12 +1,11 @@
 """Staleness: how far generation may run ahead of training, and which groups form a batch.
 
-A credit is the right to issue one task. Each version brings `batch_size` credits, and each group
-that will never be trained (dropped, filtered, given up) gives its own back: otherwise a batch
-would lack groups that nobody may generate. The *slot* of a task is the number of tasks issued
-before it minus the credits returned before it. It takes the place of the task's number in every
-rule, because numbers grow with each return and slots do not: under the gate
-`slot // batch_size <= version + max_staleness`, so `min_version` never asks for a version that
-the learner has yet to make, and nothing waits for itself.
+A credit is the right to issue one task. Each version adds `batch_size` credits, and each group that
+will never be trained (dropped, filtered, given up) returns its credit: otherwise a batch would lack
+groups that may not be generated. The *slot* of a task is the number of tasks issued before it minus
+the credits returned before it. All rules use slots in place of task numbers, because numbers grow
+with each return and slots do not: under the gate `slot // batch_size <= version + max_staleness`,
+so `min_version` never requires a version that the learner has not made, and there is no deadlock.
 
 The lag of a group is the learner's version minus the oldest version of its tokens. A batch is
 formed by a deterministic rule over what the rollout log holds, by policy:
@@ -16,15 +15,14 @@ formed by a deterministic rule over what the rollout log holds, by policy:
   over the bound are not trained (`oldest_trained`), as the record of the batch says.
 - `wait`: the oldest first, and no batch is formed that would push another group over the bound.
 
-Why `wait` neither breaks the bound nor deadlocks. A group of oldest version m has the deadline
-m + η: the last version that may train it. Each version trains one batch of B, so the groups still
-to be trained fit if, for every d, at most B·(d − v + 1) of them have a deadline ≤ d (v: the
-version now). The staleness gate issues only what fits: a task in slot s has a deadline of at
-least s // B. Training the earliest deadlines first keeps that true, and so does any other batch
-that leaves at most B·(d − v) groups with a deadline ≤ d. A batch that would leave more waits for
-the tasks still being generated, which finish without the learner's help. Where waiting cannot
-help (the bound was lowered in the middle of a run, an external agent sent old tokens), training
-continues, and groups over the bound are dropped.
+Why `wait` neither breaks the bound nor deadlocks. A group of oldest version m has the deadline m +
+η, the last version that may train it. Each version trains one batch of B, so the groups still to be
+trained fit if, for every d, at most B·(d − v + 1) of them have a deadline ≤ d (v: the current
+version). The staleness gate issues only what fits: a task in slot s has a deadline of at least s //
+B. Training the earliest deadlines first preserves this, and so does any other batch that leaves at
+most B·(d − v) groups with a deadline ≤ d. A batch that would leave more waits for the tasks in
+generation, which finish without the learner. If waiting cannot help (the bound was lowered during a
+run, an external agent sent old tokens), training continues, and groups over the bound are dropped.
 """
 
 import math
@@ -49,9 +47,9 @@ def num_admissible(
     returned_credits: int,
     total_steps: int | None = None,
 ) -> int:
-    """Count the tasks that may have been issued by now, since the start of the job.
+    """Count the tasks that may have been issued since the start of the job.
 
-    With `total_steps` no task is issued that no step would train.
+    With `total_steps`, no tasks are issued beyond the last step.
     """
     steps = version + max_staleness + 1
     if total_steps is not None:
@@ -60,7 +58,7 @@ def num_admissible(
 
 
 def min_version(slot: int, batch_size: int, max_staleness: int) -> int:
-    """Return the oldest version that may begin the task in `slot`."""
+    """Return the oldest version that may generate the task in `slot`."""
     return max(0, slot // batch_size - max_staleness)
 
 
@@ -74,19 +72,19 @@ class Candidate:
     """An entry of the rollout log that was neither trained nor dropped."""
 
     seq: int
-    """Sequence in the log."""
+    """Sequence number in the log."""
     number: int | None
-    """Task number; None when a malformed entry does not tell."""
+    """Task number; None for a malformed entry without one."""
     min_token_version: int = 0
-    """Oldest version that produced one of its tokens."""
+    """Oldest version of its tokens."""
     rewards: tuple[float, ...] = ()
-    """Return of each episode; none where all are equal, compared within each role."""
+    """Return of each episode; empty if all are equal, compared within each role."""
     unusable: Literal["failed", "malformed"] | None = None
     """The task was given up, or the entry cannot be read."""
     max_token_version: int | None = None
-    """Newest version that produced one of its tokens, where it is not the oldest."""
+    """Newest version of its tokens, if it is not the oldest."""
     filtered: bool = False
-    """The user's own filter leaves it out."""
+    """Whether the user's filter leaves it out."""
 
     def version_that_counts(self, policy: StalenessPolicy) -> int:
         """Return the version by which it is too old: of its oldest token, or of its newest."""
@@ -96,28 +94,27 @@ class Candidate:
 
 
 def oldest_trained(version: int, training: TrainingConfig) -> int:
-    """Return the oldest version whose tokens the step after `version` trains; 0: of all."""
+    """Return the oldest version whose tokens the step after `version` trains; 0: all versions."""
     masks = training.staleness_policy == "mask"
     return max(0, version - training.largest_staleness) if masks else 0
 
 
 def returns_credit(reason: DropReason) -> bool:
-    """Return whether another task may be issued in place of the dropped one.
+    """Return whether dropping the entry returns its credit, for another task.
 
-    A duplicate's task was trained or dropped, and its credit used or returned, before.
+    The task of a duplicate was decided before, and its credit used or returned.
     """
     return reason != "duplicate"
 
 
 @dataclass(frozen=True)
 class BatchDecision:
-    """What to do now; it does not depend on later entries."""
+    """The current decision; it does not depend on later entries."""
 
     train: list[int] = field(default_factory=list[int])
-    """Log sequences to train, in this order, that of their tasks; empty while more groups are
-    needed."""
+    """Log sequences to train, in the order of their tasks; empty while more groups are needed."""
     dropped: list[tuple[int, DropReason]] = field(default_factory=list[tuple[int, DropReason]])
-    """Log sequences that will never be trained, and why; also without a batch."""
+    """Log sequences that will never be trained, with the reason; also without a batch."""
 
 
 def _drop_reason(
@@ -143,7 +140,7 @@ def triage(
     filter_equal_rewards: bool = False,
     decided: Container[int] = (),
 ) -> tuple[list[Candidate], list[tuple[int, DropReason]]]:
-    """Separate entries that can be trained from those that never will, in log order.
+    """Separate trainable entries from those never to be trained, in log order.
 
     `decided` holds the task numbers that were trained or dropped before; of two entries with the
     same number the first in the log counts.
@@ -173,10 +170,11 @@ def _must_wait(
     batch_size: int,
     bound: int,
 ) -> bool:
-    """Return whether training this batch now would push an outstanding task over the bound.
+    """Return whether training this batch would push an outstanding task over the bound.
 
-    The batch holds the earliest deadlines of the groups that are ready. Where it also holds a later
-    deadline than d, all others with a deadline ≤ d are outstanding, and waiting lets them in.
+    The batch holds the earliest deadlines of the available groups. If it also holds a deadline
+    later than d, all other groups with a deadline ≤ d are outstanding, and after waiting they are
+    in the batch.
     """
     latest = max(candidate.min_token_version for candidate in train) + bound
     per_deadline = Counter(version_of_task + bound for version_of_task in outstanding)
@@ -201,10 +199,9 @@ def form_batch(
 ) -> BatchDecision:
     """Decide what to train at `version` and what to drop.
 
-    `outstanding` holds, for every task that was issued and is not in the log yet, the oldest
-    version that its tokens may have (its `min_version`); only `wait` reads it. Under the other
-    policies the batch depends on the log and the version alone, not on how much of the log was read
-    when it was formed.
+    `outstanding` holds, for every issued task that is not in the log yet, the oldest version that
+    its tokens may have (its `min_version`); only `wait` reads it. Under the other policies the
+    batch depends only on the log and the version, not on how much of the log has been read.
     """
     usable, dropped = triage(
         candidates,
@@ -226,7 +223,7 @@ def form_batch(
 
 
 def _in_order_of_tasks(candidate: Candidate) -> tuple[bool, int, int]:
-    """Order a batch by its tasks, whichever was played first; entries without a number are last."""
+    """Order a batch by its task numbers; entries without a number are last."""
     return candidate.number is None, candidate.number or 0, candidate.seq
 
 
@@ -252,36 +249,36 @@ _COMPUTING = ("generate", "swap", "other")
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of some steps."""
+    """The pace of several steps."""
 
     step_s: float
-    """Seconds from step to step."""
+    """Seconds per step."""
     batches: float
-    """Batches that are generated or trained at a time when nobody waits for the gate."""
+    """Batches in generation or training at a time when nothing waits for the gate."""
 
 
 class Staleness:
-    """The bound of one learner."""
+    """The staleness bound of a learner."""
 
     def __init__(self, training: TrainingConfig, bound: int = 0) -> None:
-        """Begin at 1 where the bound is chosen, close to on-policy, or with the last `bound`."""
+        """Begin with the last `bound`, or with 1 (close to on-policy) if the bound is chosen."""
         self.largest = training.largest_staleness
         """No group with a larger lag is trained (unless the policy is `train`)."""
         self._is_auto = training.max_staleness == "auto"
         self.now = min(max(bound, 1), self.largest) if self._is_auto else self.largest
-        """How far generation may run ahead now."""
+        """How far generation may currently run ahead."""
         self._traces: list[StepTrace] = []
         self._trial: tuple[int, float] | None = None
         self._ceiling = self.largest
         self._hold = 0
 
     def adapt(self, trace: StepTrace) -> None:
-        """Add the times of a step, and choose the bound anew if it is `auto`."""
+        """Add the times of a step, and choose a new bound if it is `auto`."""
         if not self._is_auto:
             return
         self._hold = max(self._hold - 1, 0)
         self._traces.append(trace)
-        settle = self.now + 1  # what is under way when a bound comes into force
+        settle = self.now + 1  # batches in progress when a bound takes effect
         window = max(_MIN_WINDOW, 2 * (self.now + 1))
         if len(self._traces) < settle + window:
             return
@@ -289,7 +286,7 @@ class Staleness:
         self._traces.clear()
 
     def _choose(self, pace: Pace) -> int:
-        """Return the next bound: that before a trial without gain, or the one that is needed."""
+        """Return the next bound: the one before a trial without gain, or the required one."""
         trial, self._trial = self._trial, None
         if trial is not None and pace.step_s > trial[1] * (1 - _GAIN):
             self._ceiling, self._hold = trial[0], _HOLD
@@ -302,10 +299,10 @@ class Staleness:
 
 
 def choose(bound: int, batches: float) -> int:
-    """Return the bound to take after `bound`, at least 1, for so many batches under way.
+    """Return the bound after `bound`, at least 1, for a number of batches in progress.
 
-    Upwards at most twofold, since what was measured may change with it; downwards by one, and only
-    if that leaves some room.
+    It at most doubles, since the measurements may change with it; it falls by one, and only with
+    some margin.
     """
     if batches > (bound + 1) * (1 + _SLACK):
         return min(math.ceil(batches) - 1, 2 * bound)
@@ -315,7 +312,7 @@ def choose(bound: int, batches: float) -> int:
 
 
 def pace_of(traces: Sequence[StepTrace]) -> Pace:
-    """Measure some steps; without generators' times nothing says that more batches would help."""
+    """Measure several steps; without generators' times, assume that more batches do not help."""
     profile = profile_of(traces)
     step_s = profile.wall_s * (1 - profile.learner.get("paused", 0.0)) / len(traces)
     own_s = step_s - profile.wall_s * profile.learner.get("wait", 0.0) / len(traces)

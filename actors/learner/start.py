@@ -1,4 +1,4 @@
-"""Putting a learner together: model, data order, state, checkpoints, trackers."""
+"""Builds a learner: model, data order, state, checkpoints, trackers."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 
 
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
-    """Load what the job needs, from its newest checkpoint if it has one."""
+    """Load the job's models and state, from its newest checkpoint if it has one."""
     config = context.config
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
@@ -118,7 +118,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
 async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -> None:
     """Save a trial checkpoint before anything is trained; raises ModelError.
 
-    For large models without their weights, which would take minutes.
+    For large models it has no weights, which would take minutes to write.
     """
     is_small = policies.num_bytes <= _TRIED_WHOLE_BYTES
     save = policies.save if is_small else policies.save_form
@@ -140,7 +140,7 @@ async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -
 def _fetch_newest(
     context: JobContext, mirror: CheckpointMirror | None, checkpoints: CheckpointStore
 ) -> list[TinkermqError]:
-    """Fetch the newest checkpoint of the job's store; return what is damaged, here and there.
+    """Fetch the newest checkpoint of the job's store; return damaged ones, local and stored.
 
     Raises StorageError for a store that cannot be written.
     """
@@ -167,7 +167,7 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
 
 
 _TRIED_WHOLE_BYTES = 1 << 30
-"""A trial checkpoint of a smaller model has its weights, too: that takes seconds."""
+"""Below this size, a trial checkpoint includes the weights, which takes seconds."""
 _FRESH_LOG: dict[str, Any] = {
     "numerics": [],
     "batch_seq": 0,
@@ -176,7 +176,7 @@ _FRESH_LOG: dict[str, Any] = {
     "unrecorded": [],
     "judged_seq": 0,
 }
-"""Fields of a fork's state about its log and steps, which are new."""
+"""Fields about the log and steps that are new in a fork's state."""
 
 
 class StartingPoint(NamedTuple):
@@ -186,14 +186,14 @@ class StartingPoint(NamedTuple):
     """The checkpoint; None for the initial model."""
     state: LearnerState
     damaged: list[TinkermqError]
-    """The errors of newer checkpoints, which are damaged."""
+    """The errors of newer, damaged checkpoints."""
 
 
 def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint:
-    """Return the newest whole checkpoint, or what the run started from.
+    """Return the newest undamaged checkpoint, or the run's origin.
 
-    A fork starts from another run's checkpoint: its log is new, so its frontier is, too. Raises
-    StorageError when that one is damaged.
+    A fork starts from another run's checkpoint, with a new log and a new frontier. Raises
+    StorageError if that checkpoint is damaged.
     """
     latest, damaged = checkpoints.latest_whole()
     if latest is not None:
@@ -206,9 +206,9 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint
 
 
 async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -> StartingPoint:
-    """Return the newest whole checkpoint that agrees with the recorded steps.
+    """Return the newest undamaged checkpoint that agrees with the recorded steps.
 
-    A fenced-off learner may have written one that does not.
+    A fenced-off learner may have written one that disagrees.
     """
     refused: list[TinkermqError] = []
     while True:
@@ -231,7 +231,7 @@ def unlike_records(
 ) -> StorageError | None:
     """Return the error of a checkpoint that contradicts the records; None if it agrees.
 
-    The record behind a checkpoint names all entries that were dropped before it and not recorded.
+    The record after a checkpoint lists all entries dropped before it but not yet recorded.
     """
     following = next((record for record in records if record.step == state.step + 1), None)
     if following is None:
@@ -247,9 +247,9 @@ def unlike_records(
 
 
 async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
-    """Report damaged checkpoints; raise StorageError if the log behind the good one was trimmed.
+    """Report damaged checkpoints; raise StorageError if the log after the good one was trimmed.
 
-    A node that sees other files below the run's folder finds no checkpoint, and none damaged.
+    A node that sees other files under the run's folder finds no checkpoint at all.
     """
     for error in start.damaged:
         used = start.folder or "the model that the run began with"
@@ -273,7 +273,7 @@ async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
 
 
 async def _num_rows(context: JobContext) -> int | None:
-    """Count the rows of the data: those of an SFT job here, others at the environment hosts.
+    """Count the rows of the data: here for an SFT job, else at the environment hosts.
 
     Raises GameError if no host starts.
     """

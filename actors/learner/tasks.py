@@ -1,8 +1,8 @@
-"""Issuing tasks: as many as the staleness gate lets through, under the next numbers.
+"""Issues tasks: as many as the staleness gate admits, under the next numbers.
 
 The ledger of task numbers (issued, trained, dropped, and what is issued next) is pure: it is
-changed by calls and knows neither broker nor clock. Its state is part of each checkpoint; what
-happened since is read again from the task queue, the rollout log and the batch records.
+changed only by calls and uses neither broker nor clock. Its state is part of each checkpoint; later
+changes are read again from the task queue, the rollout log and the batch records.
 """
 
 import asyncio
@@ -25,13 +25,14 @@ from .data_order import TaskOrder
 from .staleness import Staleness, min_version, num_admissible, returns_credit
 
 MAX_TRIES = 3
-"""Tries of a task whose groups cannot be trained; a stale group's task is issued without bound."""
+"""Tries of a task whose groups cannot be trained; the task of a stale group is issued without
+bound."""
 
 
 def is_issued_again(reason: DropReason, tries: int) -> bool:
-    """Return whether a task dropped for `reason`, after so many failed tries, is issued again.
+    """Return whether a task dropped for `reason` after some failed tries is issued again.
 
-    Where all returns are equal, they may be equal for ever: another task takes its place.
+    If all returns are equal, they may always be equal: another task takes its place.
     """
     if reason == "stale":
         return True
@@ -40,7 +41,7 @@ def is_issued_again(reason: DropReason, tries: int) -> bool:
 
 @dataclass(frozen=True)
 class Issue:
-    """A task that may be issued now."""
+    """A task that may be issued."""
 
     number: int
     index: int
@@ -50,7 +51,7 @@ class Issue:
 
 
 class Ledger:
-    """Tracks every task number of a job, and every position of its data order."""
+    """Tracks all task numbers of a job, and all positions of its data order."""
 
     def __init__(self, state: LearnerState) -> None:
         self.trained = NumberSet(state.trained)
@@ -70,7 +71,7 @@ class Ledger:
         self._recovery_limit = 0
         self._issued: dict[int, Task] = {}
         self.min_versions: dict[int, int] = {}
-        """Issued and not in the log yet: number -> oldest version its tokens may have."""
+        """Numbers issued and not in the log yet -> oldest version their tokens may have."""
 
     def __contains__(self, number: object) -> bool:
         """Return whether a number is trained or dropped."""
@@ -81,8 +82,7 @@ class Ledger:
     def num_credits(self) -> int:
         """Admission credits that were returned.
 
-        A number that was used before it was issued is skipped when its turn comes, and counts from
-        then on.
+        A number that was used before it was issued is skipped in its turn, and counts from then on.
         """
         return self.dropped.count_below(self.next_task)
 
@@ -97,7 +97,7 @@ class Ledger:
         return number < max(self.next_task, self._recovery_limit)
 
     def note_task(self, task: Task) -> None:
-        """Note a task that was issued, or is in the queue."""
+        """Record a task that was issued or is in the queue."""
         self._note(task.task, task)
         if task.task not in self:
             self._issued[task.task] = task
@@ -105,7 +105,7 @@ class Ledger:
                 self.min_versions[task.task] = task.min_version
 
     def issued_instead_of(self, task: Task) -> Task | None:
-        """Return the task issued under the number of `task`, if it is another one.
+        """Return the task issued under the number of `task`, if it differs from `task`.
 
         A fenced-off learner may have issued `task`.
         """
@@ -113,10 +113,10 @@ class Ledger:
         return None if issued is None or issued.identity == task.identity else issued
 
     def note_in_log(self, number: int, claimed: Task | None) -> None:
-        """Note that a number's group is in the log.
+        """Record that a number's group is in the log.
 
-        `claimed` is the task that the group names, None if it cannot be read. It counts only for a
-        number of which nothing else is known, after a crash.
+        `claimed` is the group's task, None if it cannot be read. After a crash, it counts for a
+        number without other information.
         """
         if number in self or not self.was_issued(number):
             return
@@ -135,7 +135,7 @@ class Ledger:
                 self._tries.pop(task.reissue_of, None)
             self._client_reissues.pop(task.reissue_of, None)
             self._reissued.add(task.reissue_of)
-        # No position is issued under a smaller number than its own.
+        # No position is issued under a number smaller than the position.
         if task.index is not None and task.index <= number:
             for old in [n for n, at in self._to_reissue.items() if at == task.index and n < number]:
                 del self._to_reissue[old]
@@ -149,9 +149,9 @@ class Ledger:
             self._client_tasks[number] = task
 
     def find_missing(self) -> None:
-        """List the numbers and positions that were issued and are neither in the queue nor the log.
+        """List the issued numbers and positions that are neither in the queue nor in the log.
 
-        They are issued again. All tasks in the queue and in the log must have been noted.
+        They are issued again. All tasks in the queue and in the log must have been recorded.
         """
         self._recovery_limit = 0
         known = set(self._index_of.values()) | set(self._to_reissue.values())
@@ -166,7 +166,7 @@ class Ledger:
         ]
 
     def find_repeated(self) -> list[int]:
-        """Return the undecided numbers whose position was trained, or has another number, too.
+        """Return the undecided numbers whose position was trained or also has another number.
 
         A fenced-off learner issued one of them. Of several numbers the lowest stays.
         """
@@ -191,7 +191,7 @@ class Ledger:
     # -- deciding ------------------------------------------------------------------------------
 
     def train(self, numbers: Iterable[int]) -> None:
-        """Decide that numbers are trained."""
+        """Record numbers as trained."""
         for number in numbers:
             self.trained.add(number)
             self._settle(number)
@@ -204,11 +204,11 @@ class Ledger:
         unplayable: bool = False,
         of_another_task: bool = False,
     ) -> bool:
-        """Decide that a group is never trained; its credit returns, once.
+        """Record that a group is never trained; its credit returns, once.
 
-        Returns whether its task, a position of the data order or a client's, will be issued again
-        under another number; an `unplayable` one never is. A group that is `of_another_task` than
-        was issued does not count as a failed try of the issued task.
+        Returns whether its task, a position of the data order or a client's task, will be issued
+        again under another number; an `unplayable` task never is. A group that is `of_another_task`
+        than was issued does not count as a failed try of the issued task.
         """
         if not returns_credit(reason) or number in self:
             return False
@@ -235,7 +235,7 @@ class Ledger:
     def _is_elsewhere(self, number: int) -> bool:
         """Return whether a task was issued again, or its position has another number.
 
-        An unreadable group does not name the task that it replaces, but the one after it does.
+        An unreadable group does not name the task that it replaces, but the next one does.
         """
         index = self._index_of.get(number)
         if number in self._reissued or index is None:
@@ -257,7 +257,7 @@ class Ledger:
     # -- issuing -------------------------------------------------------------------------------
 
     def num_issuable(self, version: int, max_staleness: int, batch: int, total_steps: int) -> int:
-        """Count the tasks that the staleness gate lets through now."""
+        """Count the tasks that the staleness gate admits now."""
         allowed = num_admissible(version, max_staleness, batch, self.num_credits, total_steps)
         return max(0, allowed - self.next_task) + len(self._free_numbers)
 
@@ -295,7 +295,7 @@ class Ledger:
         return Issue(number, index, None, slot)
 
     def write_to(self, state: LearnerState) -> None:
-        """Put the ledger into the state of a checkpoint."""
+        """Write the ledger into the state of a checkpoint."""
         state.trained = self.trained.ranges()
         state.dropped = self.dropped.ranges()
         state.indices = self._indices.ranges()
@@ -312,7 +312,7 @@ _log = structlog.get_logger()
 
 
 class TaskIssuer:
-    """Publishes the tasks of a job; numbers for external agents pass the same gate."""
+    """Publishes the tasks of a job; numbers for external agents pass through the same gate."""
 
     def __init__(
         self,
@@ -325,9 +325,9 @@ class TaskIssuer:
         bound: int = 0,
         check_owner: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`bound` is the last staleness bound, where it is chosen automatically.
+        """`bound` is the last staleness bound, if it is chosen automatically.
 
-        `check_owner` raises FencedError when another learner has taken the job over.
+        `check_owner` raises FencedError if another learner has taken over the job.
         """
         self._check_owner = check_owner
         self._queue = queue
@@ -339,7 +339,7 @@ class TaskIssuer:
         self.staleness = Staleness(config.training, bound)
         self._reserved: dict[int, float] = {}
         self.is_open = False
-        """Whether the ledger is complete, so that clients may get numbers."""
+        """Whether the ledger is complete, so that clients may reserve numbers."""
 
     async def check_owner(self) -> None:
         """Raise FencedError when another learner has taken the job over; DeadlineError."""
@@ -347,9 +347,9 @@ class TaskIssuer:
             await self._check_owner()
 
     async def issue(self, version: int) -> int:
-        """Publish every task that may be issued at `version`; return how many.
+        """Publish every task that may be issued at `version`; return their number.
 
-        Dropped tasks of clients come first; where clients publish all tasks, no others are issued.
+        Dropped tasks of clients come first; if clients publish all tasks, no others are issued.
         """
         room = self.num_issuable(version)
         again = min(room, self._ledger.num_client_reissues)
@@ -365,7 +365,7 @@ class TaskIssuer:
         return len(tasks)
 
     def _again(self, version: int) -> Task:
-        """Return a client's task that was dropped, under a new number."""
+        """Return a client's dropped task under a new number."""
         task, number, slot = self._ledger.next_client_reissue()
         changes = {
             "task": number,
@@ -376,7 +376,7 @@ class TaskIssuer:
         return task.model_copy(update=changes)
 
     def write_to(self, state: LearnerState) -> None:
-        """Put the staleness bound into the state of a checkpoint."""
+        """Write the staleness bound into the state of a checkpoint."""
         state.bound = self.staleness.now
 
     def _task(self, issue: Issue, version: int) -> Task:
@@ -397,19 +397,20 @@ class TaskIssuer:
         )
 
     def num_issuable(self, version: int) -> int:
-        """Count the tasks that the gate lets through at `version`."""
+        """Count the tasks that the gate admits at `version`."""
         batch_size = self._config.training.batch_size
         return self._ledger.num_issuable(version, self.staleness.now, batch_size, self._total_steps)
 
     async def publish_for_client(self, request: PublishTasksRequest, version: int) -> int:
-        """Issue a client's tasks, as many as the gate lets through now; return how many.
+        """Issue a client's tasks, as many as the gate admits; return their number.
 
-        Raises StateError while the learner starts, FencedError once another one has taken over.
+        Raises StateError while the learner starts, FencedError after another has taken over.
         """
         self._refuse_while_closed()
         await self.check_owner()
         count = min(len(request.tasks), self.num_issuable(version))
-        # All numbers are reserved before the first wait, so that concurrent requests pass the gate.
+        # All numbers are reserved before the first wait, so that concurrent requests also respect
+        # the gate.
         tasks = [self._client_task(spec, version) for spec in request.tasks[:count]]
         for task in tasks:
             await self._publish(task)
@@ -429,9 +430,9 @@ class TaskIssuer:
         )
 
     def reserve(self, request: ReserveRequest, version: int) -> list[int]:
-        """Return numbers for an external agent that appends its groups itself.
+        """Reserve numbers for an external agent that appends its groups itself.
 
-        Raises StateError when the gate lets none through now, or while the learner starts.
+        Raises StateError if the gate admits none, or while the learner starts.
         """
         self._refuse_while_closed()
         count = min(request.count, self.num_issuable(version))
@@ -447,7 +448,7 @@ class TaskIssuer:
         return [number for number, _ in reserved]
 
     async def expire_reservations(self) -> None:
-        """Close the numbers that an agent did not use in time; a late append is then refused."""
+        """Close the numbers that an agent did not use in time; later appends are refused."""
         now = time.monotonic()
         for number, deadline in list(self._reserved.items()):
             if number not in self._ledger.min_versions:
@@ -468,11 +469,11 @@ class TaskIssuer:
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether no task is under way, and only external actors can publish one."""
+        """Whether no task is in progress and only external actors can publish one."""
         return self._config.training.tasks == "external" and not self._ledger.min_versions
 
     def waits_for(self, missing: int) -> str:
-        """Return the name of the wait for the groups that the next batch lacks."""
+        """Return the name of the wait for the groups missing from the next batch."""
         if self._config.training.tasks != "external":
             return f"the generators: {missing} more groups"
         coming, lost = len(self._ledger.min_versions), self._ledger.num_credits
@@ -487,7 +488,7 @@ class TaskIssuer:
             )
 
     def _min_version(self, slot: int, version: int) -> int:
-        """Return the oldest version that may begin the task; older tokens would be dropped."""
+        """Return the oldest version that may generate the task; older tokens would be dropped."""
         training = self._config.training
         oldest = min_version(slot, training.batch_size, self.staleness.now)
         if training.staleness_policy == "train":
@@ -495,7 +496,7 @@ class TaskIssuer:
         return max(oldest, version - self.staleness.largest)
 
     async def _publish(self, task: Task) -> None:
-        """Queue a task, in place of one that a fenced-off learner queued under its number."""
+        """Queue a task, replacing one queued by a fenced-off learner under its number."""
         self._ledger.note_task(task)
         while not await self._queue.publish(task, traceparent=new_trace()):
             other = await self._queue.find(task.task)

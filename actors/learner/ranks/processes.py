@@ -1,11 +1,12 @@
-"""The ranks beside rank 0: child processes, or actors that the scheduler has placed on nodes.
+"""The ranks beside rank 0: child processes, or actors placed on nodes by the scheduler.
 
-Orders go to actors as requests, without groups: each rank reads the batch from the rollout log. The
-learner polls all ranks, because a cut link is silent and a collective would wait for it.
+Orders are sent to actors as requests, without groups: each rank reads the batch from the rollout
+log. The learner polls all ranks, because a broken connection is silent and a collective would wait
+for it.
 
-A rank is an actor that receives the learner's orders; a process of its own carries them out. Each
-new process of the learner gets a new process of the rank, so that one that has died, or hangs in a
-collective, is not in the way.
+A rank is an actor that receives the learner's orders and runs them in a child process. Each new
+process of the learner gets a new child process, so that one that has died, or hangs in a
+collective, does no harm.
 """
 
 import asyncio
@@ -46,13 +47,13 @@ from ...training.ranks import Order, Ranks
 from ...weights.broadcast_group import own_address, server_of
 
 # -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
-# They receive each piece of work through a pipe. They die with rank 0; one that ends by itself
-# fails it.
+# They receive each piece of work through a pipe. They end with rank 0; if one ends by itself, the
+# work fails.
 
 _CHILD_END_S = 5.0
-"""How long a rank may take to end when requested; it has nothing to write then."""
+"""Time for a rank to end on request; it has nothing to write then."""
 _CHILD_SEEN_END_S = 5.0
-"""How long after a failure here the end of another rank still counts as its cause."""
+"""Time after a failure here within which the end of another rank counts as its cause."""
 _CHILD_LOOK_S = 0.2
 _MOST_TOLD = 4096
 _log = structlog.get_logger()
@@ -60,17 +61,17 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class _RankProcess:
-    """A process that is a rank; it ends with the pipe."""
+    """A process of a rank; it ends when the pipe closes."""
 
     rank: int
     process: subprocess.Popen[bytes]
     orders: Connection
     status_fd: int
-    """Descriptor from which the reason of its end is read."""
+    """Descriptor from which the reason for its end is read."""
 
     @classmethod
     def start(cls, rank: int) -> "_RankProcess":
-        """Start one; on the main thread, with which it ends."""
+        """Start a process; call it on the main thread, as the process ends with the thread."""
         reading, writing = os.pipe()
         status_fd, telling = os.pipe()
         module = "tinkermq.actors.learner.ranks.worker"
@@ -93,11 +94,11 @@ class _RankProcess:
 
     @property
     def was_out_of_memory(self) -> bool:
-        """Whether it has ended because its GPU did not hold a step."""
+        """Whether the process ended because a step did not fit on its GPU."""
         return self.process.poll() == EXIT_OUT_OF_MEMORY
 
     def why_ended(self) -> str:
-        """Return how the process has ended; to be called once."""
+        """Return how the process ended; call it once."""
         last = os.read(self.status_fd, _MOST_TOLD).decode(errors="replace")
         return f"its process ended with code {self.process.returncode}" + (last and f": {last}")
 
@@ -118,23 +119,23 @@ class ChildRanks(Ranks):
     """The ranks of one machine, as child processes."""
 
     def __init__(self, config: JobConfig, children: Sequence[_RankProcess]) -> None:
-        """Send orders to processes that have been started."""
+        """Send orders to started processes."""
         super().__init__(config)
         self._children = children
 
     @classmethod
     def start(cls, config: JobConfig) -> "ChildRanks":
-        """Start the configured ranks; on the main thread, with which they end."""
+        """Start the configured ranks; call it on the main thread, as they end with it."""
         return cls(config, [_RankProcess.start(rank) for rank in range(1, config.learner.ranks)])
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank from 1."""
+        """Process ids of the ranks from 1 on."""
         return [child.process.pid for child in self._children]
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
-        """Have all ranks do something while it is done here.
+        """Send an order to all ranks for the duration of the block, which does the same here.
 
         Raises EngineError if one of them has ended.
         """
@@ -145,7 +146,7 @@ class ChildRanks(Ranks):
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
-        """Raise EngineError in place of another error of common work, if a rank has ended."""
+        """Raise EngineError in place of another error in the block, if a rank has ended."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -192,7 +193,7 @@ def _ended(child: _RankProcess, order: Order | None) -> TinkermqError:
 
 
 def _rank_out_of_memory(text: str, order: Order | None) -> OutOfMemoryError:
-    """Return the error of a rank whose GPU did not hold what it was ordered to do."""
+    """Return the error of a rank whose order did not fit on its GPU."""
     error = OutOfMemoryError(text, hint="lower learner.microbatch_tokens")
     if order is not None and order.do == "step":
         error.step = order.fields["step"]
@@ -205,21 +206,21 @@ def _rank_out_of_memory(text: str, order: Order | None) -> OutOfMemoryError:
 T = TypeVar("T")
 
 COME_S = 300.0
-"""How long a rank may take to start, after the learner; its node may be starting others."""
+"""Time for a rank to start after the learner; its node may be starting others."""
 ANSWER_S = 10.0
-"""A rank that has not answered for so long counts as ended."""
+"""A rank without an answer for this long counts as ended."""
 _LOOK_S = 1.0
 _SEEN_END_S = 3.0
-"""How long after a failure here the end of another rank still counts as its cause."""
+"""Time after a failure here within which the end of another rank counts as its cause."""
 _END_S = 15.0
-"""How long this process may take to report a rank that has ended; a collective may block it."""
+"""Time for this process to report a rank that has ended; a collective may block it."""
 
 
 class PlacedRanks(Ranks):
     """The other ranks of a job's learner, each an actor."""
 
     def __init__(self, context: JobContext) -> None:
-        """Connect to no rank yet; to be called on the loop."""
+        """There is no connection yet; call it on the event loop."""
         super().__init__(context.config)
         self._context = context
         self._names = [rank_name(rank) for rank in range(1, context.config.learner.ranks)]
@@ -233,7 +234,7 @@ class PlacedRanks(Ranks):
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
-        """Have all ranks do something while it is done here.
+        """Send an order to all ranks for the duration of the block, which does the same here.
 
         Raises EngineError if one of them has ended.
         """
@@ -245,16 +246,16 @@ class PlacedRanks(Ranks):
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
-        """Raise EngineError in place of torch's error while all do something, if a rank ended."""
+        """Raise EngineError in place of torch's error in the block, if a rank has ended."""
         try:
             yield
-        except RuntimeError as error:  # all that torch.distributed raises
+        except RuntimeError as error:  # torch.distributed raises nothing more specific
             if (ended := self._wait(self._find_ended())) is not None:
                 raise ended from error
             raise
 
     async def watch(self) -> None:
-        """Raise EngineError as soon as a rank has ended; this process ends soon after that."""
+        """Raise EngineError once a rank has ended; this process ends soon after that."""
         clock = self._context.broker.clock
         answered_at = dict.fromkeys(self._names, clock())
         while True:
@@ -278,7 +279,7 @@ class PlacedRanks(Ranks):
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Leave the other ranks, which then end what they do for this process."""
+        """Leave the other ranks, which then end this process's work."""
         if self._failure is not None:
             return
         if self._begun:
@@ -290,7 +291,7 @@ class PlacedRanks(Ranks):
         return Meeting.open(own_address(*server_of(self._context.broker)), apart=True)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await something on the loop, from the thread that computes."""
+        """Await something on the event loop, from the computing thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _send_order(self, order: Order) -> None:
@@ -336,7 +337,7 @@ class PlacedRanks(Ranks):
                     return
 
     async def _read_state(self, name: str) -> RankState | None:
-        """Return the state of a rank, None without an answer; a rank started anew has failed."""
+        """Return the state of a rank, None without an answer; a restarted rank has failed."""
         try:
             status = await call(
                 self._context.broker,
@@ -362,7 +363,7 @@ class PlacedRanks(Ranks):
         )
 
     async def _find_ended(self) -> TinkermqError | None:
-        """Wait for the end of a rank whose connection has broken; return its error."""
+        """Wait for the end of a rank with a broken connection; return its error."""
         deadline = self._loop.time() + _SEEN_END_S
         while self._loop.time() < deadline:
             for status in await asyncio.gather(*map(self._read_state, self._names)):
@@ -393,10 +394,10 @@ _ORDERS_LOOK_S = 0.5
 
 
 class RankActor:
-    """Serves one process of the learner after the other."""
+    """Serves one process of the learner after another."""
 
     def __init__(self, context: JobContext) -> None:
-        """Serve no process yet."""
+        """There is no process to serve yet."""
         self._context = context
         self._rank = rank_of(context.name)
         self._id = new_id()
@@ -426,13 +427,13 @@ class RankActor:
             await self._end_process()
 
     async def _wait_for_release(self) -> None:
-        """Wait while the learner, which sees that this rank drains, writes its last checkpoint."""
+        """Wait while the learner writes its last checkpoint because this rank drains."""
         clock = self._context.broker.clock
         while self._state().works and clock() - self._last_request < ANSWER_S:  # noqa: ASYNC110  its process ends in its own time
             await asyncio.sleep(_ORDERS_LOOK_S)
 
     async def _accept_order(self, order: RankOrder) -> RankState:
-        """Accept an order; refuse one of a process of the learner that was replaced."""
+        """Accept an order; refuse one from a replaced process of the learner."""
         async with self._taking:
             return await self._take_next(order)
 
@@ -479,7 +480,7 @@ class RankActor:
         )
 
     async def _do_all(self, process: _RankProcess) -> None:
-        """Pass orders on to the process, with the groups that they name."""
+        """Pass orders to the process, with their groups."""
         try:
             while True:
                 order = await self._orders.get()
@@ -494,7 +495,7 @@ class RankActor:
             self._error = self._error or f"its process accepts no orders: {error}"
 
     def _fields(self, order: RankOrder) -> dict[str, Any]:
-        """Return the fields for the process; models may lie elsewhere on this machine."""
+        """Return the fields for the process; models may be at other paths on this machine."""
         if order.do != "begin":
             return order.fields
         own = self._context.config
@@ -522,7 +523,7 @@ class RankActor:
 
 
 async def run_rank(context: JobContext) -> int | None:
-    """Be a rank of the job's learner until it is stopped."""
+    """Run a rank of the job's learner until it is stopped."""
     await context.serve_control()
     await RankActor(context).serve()
     return None

@@ -1,7 +1,7 @@
 """A rank of a learner other than the first: `python -m …learner.ranks.worker RANK DESCRIPTOR`.
 
-It reads orders from its standard input, which rank 0 or the rank's actor writes, and ends with that
-input. It writes the reason of its end into the descriptor.
+It reads orders from its standard input, written by rank 0 or the rank's actor, and ends with that
+input. It writes the reason for its end into the descriptor.
 """
 
 import faulthandler
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 def serve(rank: int, orders: Connection) -> None:
-    """Do what rank 0 does, until the orders end."""
+    """Carry out orders until there are no more."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
@@ -56,32 +56,32 @@ def serve(rank: int, orders: Connection) -> None:
 
 
 class Saves:
-    """The checkpoint of which this rank writes a part while it continues training."""
+    """The checkpoint that this rank writes with the others while training continues."""
 
     def __init__(self, policies: Policies) -> None:
-        """Write no checkpoint yet."""
+        """There is no checkpoint yet."""
         self._policies = policies
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def begin(self) -> None:
-        """Copy the next checkpoint when the last is written, and begin to write it."""
+        """Copy the next checkpoint when the last one is written, and start writing it."""
         self.wait()
         self._writing = self._writer.submit(self._policies.copy(None).write, None)
 
     def check(self) -> None:
-        """Raise the error that the last checkpoint failed with, unless its disk is to blame."""
+        """Raise the last checkpoint's error, except errors of its disk."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint; raise its error, unless its disk is to blame."""
+        """Wait for the checkpoint; raise its error, except errors of its disk."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
             writing.result()
-        except StorageError as error:  # rank 0 raises it, too, and the run continues
+        except StorageError as error:  # rank 0 also raises it, and the run continues
             _log.warning("checkpoint_failed", message=error.message)
 
 
@@ -99,7 +99,7 @@ def _do(order: Order, policies: Policies, saves: Saves) -> None:
                 return
             for model in policies.models.values():
                 for _ in whole_tensors(model, getattr(torch, dtype)):
-                    pass  # rank 0 uses them
+                    pass  # used by rank 0 only
         case "save":
             saves.begin()
         case "begin" | "end":
@@ -107,7 +107,7 @@ def _do(order: Order, policies: Policies, saves: Saves) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve as the named rank; return the exit code."""
+    """Serve as the given rank; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 receives it, and ends the others
     faulthandler.enable()
     rank = int(argv[0])
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with(code: int) -> NoReturn:
-    """End without waiting for a checkpoint that another thread writes."""
+    """End without waiting for a checkpoint in another thread."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
