@@ -97,7 +97,7 @@ class Evaluations:
         return best_of(dict(self._scores), steps) if self._training.keep_best else None
 
     def spared(self, steps: Sequence[int]) -> set[int]:
-        """Return those of these steps whose checkpoints stay: the best, and those that may be."""
+        """Return those of these steps whose checkpoints are kept: best ones and candidates."""
         if not self._training.keep_best:
             return set()
         best = self.best(steps)
@@ -256,7 +256,7 @@ class Evaluations:
             self._reported.set()
 
     async def _forget_oldest(self) -> None:
-        """Remove the records of the oldest versions beyond the bound, except that of the best."""
+        """Remove the oldest versions' records beyond the bound, except the best version's."""
         ended = self._ended - {best_of(self._scores, self._scores)} - self._waiting
         for version in sorted(ended)[: -self._most_kept]:
             await self._bucket.delete(self._key(version))

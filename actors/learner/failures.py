@@ -150,7 +150,7 @@ class Untrainable:
         self._least = self._next_report = max(self._batch_size, _HICCUP)
 
     def give_up(self, seq: int) -> int:
-        """Judge all entries up to `seq`, so that a resumed run counts from there; return it."""
+        """Mark entries up to `seq` as judged: a resumed run counts from there; return it."""
         self._judged_seq = seq
         return seq
 

@@ -335,7 +335,7 @@ class Drops:
         self._next_s = float("-inf")
 
     def drop(self, dropped: Sequence[Dropped], *, reported: bool = False) -> None:
-        """Decide that entries are never trained; `reported`: their event was sent before."""
+        """Drop entries for good; `reported`: their event was sent before."""
         for item in dropped:
             entry = self._intake[item.seq]
             again = item.task is not None and self._ledger.drop(

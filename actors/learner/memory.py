@@ -136,11 +136,11 @@ def smaller_passes_after(
 
 
 # -- a GPU that is shared with a generator ---------------------------------------------------------
-# `schemas/plan` decides how much each may hold, and whether they take turns. Either both keep a
+# `schemas/plan` decides how much memory each gets, and whether they take turns. Either both keep a
 # share of the memory and compute at the same time, or the engine sleeps while the learner trains:
 # then the learner requests the GPU before a step, and returns it after the snapshot of the new
-# version. Each request of the generator has its state, so that neither has to remember the other's:
-# a learner or a generator that is started anew continues from there.
+# version. Each request of the generator has its state, so that neither stores the other's state:
+# a restarted learner or generator continues from there.
 
 _POLL_S = 2.0
 _FREE_S = 900.0

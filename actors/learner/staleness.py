@@ -87,7 +87,7 @@ class Candidate:
     """Whether the user's filter leaves it out."""
 
     def version_that_counts(self, policy: StalenessPolicy) -> int:
-        """Return the version by which it is too old: of its oldest token, or of its newest."""
+        """Return the version that counts for its age: its oldest token's, or its newest's."""
         if policy != "mask" or self.max_token_version is None:
             return self.min_token_version
         return self.max_token_version
@@ -228,16 +228,16 @@ def _in_order_of_tasks(candidate: Candidate) -> tuple[bool, int, int]:
 
 
 # -- the bound: fixed, or chosen from measured times -----------------------------------------------
-# A batch takes the time L to be generated and T to be trained, so at one batch every C seconds (L +
-# T) / C batches are under way (Little's law), and the gate lets η + 1 of them. A smaller η makes
-# learner and generators wait for each other; a larger one only makes tokens older. `auto` looks for
-# the smallest that does neither. C is what the slower side needs by itself: the learner T, the
-# generators the part of each step in which they compute.
+# A batch takes the time L to generate and T to train, so at one batch every C seconds (L + T) / C
+# batches are in progress (Little's law), and the gate admits η + 1 of them. A smaller η makes
+# learner and generators wait for each other; a larger η only makes tokens older. `auto` looks for
+# the smallest η without waits. C is the time of the slower side alone: T for the learner, and for
+# the generators the part of each step in which they compute.
 #
-# Whether the games could keep pace with more episodes is not known beforehand. So a wider gate is a
-# trial: if steps do not become shorter, the bound before comes back and stays for a while.
+# Whether the games can keep up with more episodes is not known in advance. So a larger bound is a
+# trial: if steps do not become shorter, the previous bound returns and stays for a while.
 #
-# The bound in force is that of the gate. What is trained is bounded by the largest one, so nothing
+# The current bound applies to the gate. Training uses the largest bound so far, so that no group
 # becomes stale because the gate was narrowed.
 
 _MIN_WINDOW = 8

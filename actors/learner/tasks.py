@@ -181,7 +181,7 @@ class Ledger:
         return repeated
 
     def withdraw(self, number: int) -> None:
-        """Remove the task under a number that is not in the log: another is issued under it."""
+        """Remove the task of a number that is not in the log; another is issued under it."""
         self._index_of.pop(number, None)
         self._issued.pop(number, None)
         self._tries.pop(number, None)
@@ -342,7 +342,7 @@ class TaskIssuer:
         """Whether the ledger is complete, so that clients may reserve numbers."""
 
     async def check_owner(self) -> None:
-        """Raise FencedError when another learner has taken the job over; DeadlineError."""
+        """Raise FencedError if another learner has taken over the job; or DeadlineError."""
         if self._check_owner is not None:
             await self._check_owner()
 

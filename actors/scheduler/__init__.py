@@ -1,7 +1,7 @@
-"""The scheduler: accepts jobs, places their actors on nodes, and keeps both in step.
+"""The scheduler: accepts jobs, places their actors on nodes, and reconciles both.
 
-`scheduler` schedules while it has the lease, and answers clients; `lease` decides which of several
-schedulers acts. `submission/` makes jobs, `placement` decides where actors run, `jobs/` is what is
-known of jobs and how they move, `machines/` has clusters start nodes. `reconciler` is the loop over
-all live jobs; `notifier` tells users what happened.
+`scheduler` schedules while it has the lease, and answers clients; `lease` elects one of several
+schedulers. `submission/` creates jobs, `placement` decides where actors run, `jobs/` has the jobs'
+records and state transitions, `machines/` starts nodes on clusters. `reconciler` is the loop over
+all live jobs; `notifier` notifies users.
 """

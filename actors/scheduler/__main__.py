@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _count(text: str) -> int:
-    """Return a number of jobs; argparse.ArgumentTypeError for what is none."""
+    """Return a number of jobs; argparse.ArgumentTypeError for other text."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of jobs ≥ 0")
     return int(text)

@@ -2,9 +2,9 @@
 
 The leader renews its key every second. A standby watches the key's revision by its own clock and
 takes over, by compare-and-set, once it has not changed for three seconds: clocks of different
-machines are never compared. Each leader has a higher epoch than the one before, so a released lease
-is stored without a holder; nodes refuse requests of an older epoch. If the broker lost the lease,
-nodes still know the last epoch (`rise`).
+machines are never compared. Each leader has a higher epoch than its predecessor, so a released
+lease is stored without a holder; nodes refuse requests of an older epoch. If the broker loses the
+lease, nodes still have the last epoch (`rise`).
 """
 
 import asyncio
@@ -30,21 +30,21 @@ class Timing:
     """A scheduler's clocks, in seconds; tests run them faster."""
 
     turn_s: float = 0.5
-    """Between two turns of the loop over all jobs, without a change that starts one at once."""
+    """Time between two turns over all jobs if no change starts one at once."""
     hurries: bool = True
     """Whether a change starts a turn at once."""
     renew_s: float = 1.0
-    """Between two renewals of the lease."""
+    """Time between two renewals of the lease."""
     stale_s: float = 3.0
-    """A lease that was not renewed for this long may be taken over."""
+    """Time without renewal after which a lease may be taken over."""
     aging_s: float = 3600.0
-    """A wait of this length adds one point of priority."""
+    """Waiting time that adds one point of priority."""
     silent_s: float = 10.0
-    """A node that was silent for this long has left."""
+    """Time of silence after which a node has left."""
     sync_s: float = 2.0
-    """A node has this long to answer a request."""
+    """Time for a node to answer a request."""
     resync_s: float = 5.0
-    """Between two requests to a node that runs the desired actors."""
+    """Time between two requests to a node that runs the desired actors."""
 
 
 # -- duration of decisions -------------------------------------------------------------------------
@@ -53,14 +53,14 @@ _KEPT = 4096
 
 
 class DecisionTimes:
-    """The times of the last decisions over the whole queue."""
+    """The durations of the last decisions over the whole queue."""
 
     def __init__(self) -> None:
         """Start without any times."""
         self._seconds: deque[float] = deque(maxlen=_KEPT)
 
     def note(self, seconds: float) -> None:
-        """Note the time that a decision took in the event loop's thread."""
+        """Record the duration of a decision in the event loop's thread."""
         self._seconds.append(seconds)
 
     def numbers(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class LeaderLease:
     """The right to schedule; `acquire` it, then keep it by `hold`."""
 
     def __init__(self, broker: Broker, timing: Timing) -> None:
-        """Hold no lease yet."""
+        """The lease is not held yet."""
         self._bucket = Bucket(broker, BUCKET_LEASES, SchedulerLease)
         self._timing = timing
         self._revision = 0
@@ -112,11 +112,11 @@ class LeaderLease:
         return False
 
     def rise(self, epoch: int) -> None:
-        """Raise the epoch above one that nodes know; only for the holder of the lease."""
+        """Raise the epoch above one that nodes have; only for the holder of the lease."""
         self.epoch = max(self.epoch, epoch + 1)
 
     async def _read_lease(self) -> tuple[int | None, int, bool]:
-        """Return the revision of the lease (None: no lease), its epoch, and whether it is free.
+        """Return the lease's revision (None: no lease), its epoch, and whether it is free.
 
         A damaged record counts as a lease whose holder is silent.
         """
@@ -142,7 +142,7 @@ class LeaderLease:
         return True
 
     async def hold(self) -> None:
-        """Renew the lease for ever; raises FencedError once another scheduler has it."""
+        """Renew the lease forever; raises FencedError once another scheduler holds it."""
         beat = 0
         while True:
             await asyncio.sleep(self._timing.renew_s)
@@ -158,7 +158,7 @@ class LeaderLease:
             self._renewed = asked_at
 
     async def release(self) -> None:
-        """Release the lease so that the next holder need not wait; harmless if it is lost."""
+        """Release the lease, so that the next holder need not wait; harmless if it is lost."""
         free = SchedulerLease(holder="", epoch=self.epoch)
         with contextlib.suppress(ConflictError):
             await self._bucket.update(KEY, free, self._revision)

@@ -1,8 +1,8 @@
-"""The scheduler's view of the nodes: which are there, their reports, and which fell silent.
+"""The scheduler's view of the nodes: present nodes, their reports, and silent nodes.
 
-Nodes have records in the KV bucket, and answer sync requests. A node is alive when its record was
-written anew or it answered a sync. Silence counts only while the scheduler could have received
-something: while the broker is unreachable no node falls silent.
+Nodes have records in the KV bucket, and answer sync requests. A node is alive if it renewed its
+record or answered a sync. Silence counts only while the scheduler could have received something:
+while the broker is unreachable no node falls silent.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from .lease import Timing
 
 # The offset of a node's clock, from a request and its answer (pure). The answer's clock reading is
 # compared with the middle of both times (as NTP does, RFC 5905 section 8); the fastest recent
-# answer counts, as it leaves the least doubt.
+# answer counts, as it has the smallest error.
 #
-# Nothing is decided by it: leases, heartbeats and silence use each process's monotonic clock.
+# It affects no decisions: leases, heartbeats and silence use each process's monotonic clock.
 
 RECENT_S = 60.0
 """An answer counts for this long, unless a faster one arrives."""
@@ -38,13 +38,13 @@ class ClockReading:
     ahead_s: float
     """How far it is ahead of this machine's clock, in seconds."""
     within_s: float
-    """Largest error of the offset, either way."""
+    """Largest error of the offset in either direction."""
     at: float
-    """When it was read, by the monotonic clock."""
+    """Time of the reading, by the monotonic clock."""
 
     @property
     def surely_ahead_s(self) -> float:
-        """How far it is ahead at least; negative if behind, 0 if unknown."""
+        """Smallest possible lead of the clock; negative if it is behind, 0 if unknown."""
         least = max(abs(self.ahead_s) - self.within_s, 0.0)
         return least if self.ahead_s > 0 else -least
 
@@ -58,7 +58,7 @@ def read_clock(shown: float, asked_at: float, took_s: float, at: float) -> Clock
 
 
 def better(known: ClockReading | None, new: ClockReading) -> ClockReading:
-    """Return which of two readings counts."""
+    """Return the better of two readings."""
     if known is None or new.within_s <= known.within_s or new.at - known.at > RECENT_S:
         return new
     return known
@@ -66,7 +66,7 @@ def better(known: ClockReading | None, new: ClockReading) -> ClockReading:
 
 _PROMPT_S = 0.2
 _LONGEST_STEP_S = 1.0
-_FORGET = 10  # times of silence: nothing is placed on a node that left for so long
+_FORGET = 10  # silences after which nothing is placed on a node
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -86,7 +86,7 @@ class Nodes:
     """The nodes, as of the last `refresh` and `sync`."""
 
     def __init__(self, broker: Broker, timing: Timing) -> None:
-        """Start without nodes."""
+        """There are no nodes yet."""
         self._broker = broker
         self.records = Mirror(broker, BUCKET_NODES, NodeStatus)
         self._members: dict[str, _Member] = {}
@@ -97,18 +97,18 @@ class Nodes:
         self._complained: set[str] = set()
         self._left: set[str] = set()
         self.closed: set[str] = set()
-        """Nodes on which nothing new is placed: their machines are about to be returned."""
+        """Nodes on which nothing new is placed, as their machines are about to be released."""
         self.shape = 0
-        """Grows whenever nodes, their slots, their links or their packages change."""
+        """Incremented when nodes, their slots, their links or their packages change."""
         self._looked = time.monotonic()
 
     def nodes(self) -> list[NodeStatus]:
-        """Return the nodes that are there, by name."""
+        """Return the present nodes by name."""
         known = (member.status for _, member in sorted(self._members.items()))
         return [status for status in known if status is not None]
 
     def list_statuses(self) -> list[NodeStatus]:
-        """Return the nodes with what is known of their clocks."""
+        """Return the nodes with their clock readings."""
         return [
             node.model_copy(update={"clock_ahead_s": clock.surely_ahead_s})
             if (clock := self._members[node.node].clock)
@@ -118,12 +118,12 @@ class Nodes:
 
     @property
     def refusing(self) -> list[str]:
-        """Names of the nodes that refuse this scheduler because they know a later one."""
+        """Names of the nodes that refuse this scheduler because they have seen a later one."""
         return sorted(name for name, member in self._members.items() if member.refuses)
 
     @property
     def num_known(self) -> int:
-        """Number of remembered names of nodes, including nodes that left recently."""
+        """Number of known node names, including nodes that left recently."""
         return len(self._members)
 
     def silent(self, names: Iterable[str | None]) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Nodes:
         return next((item for item in statuses if (item.user, item.job, item.name) == key), None)
 
     async def refresh(self) -> None:
-        """Read the nodes' records; note which are alive and which are silent."""
+        """Read the nodes' records; update which nodes are alive and which are silent."""
         await self.records.refresh()
         records = self.records.entries
         now = time.monotonic()
@@ -168,7 +168,7 @@ class Nodes:
                 await self.records.bucket.delete(name)
             elif member.status is None and member.silent_s >= _FORGET * self._silent_s:
                 self._left.discard(name)
-                self._members.pop(name)  # machines of a cluster come under ever new names
+                self._members.pop(name)  # cluster machines always have new names
                 self._complained.discard(name)
 
     def _note_status(self, name: str, member: _Member, status: NodeStatus) -> None:
@@ -189,10 +189,10 @@ class Nodes:
         self._members[name] = _Member(silent_s=self._silent_s)
 
     async def sync(self, requests: Mapping[str, NodeSync], group: asyncio.TaskGroup) -> None:
-        """Send nodes their requests, if they have not got or do not follow them, in `group`.
+        """Send requests, in `group`, to nodes that have not received or do not follow them.
 
-        Prompt answers are waited for. A slow node delays no other; it gets the next request once it
-        has answered or its time is over. Other nodes get theirs again from time to time.
+        Waits for prompt answers. A slow node delays no other node; it gets the next request after
+        its answer or its timeout. Requests to other nodes are repeated from time to time.
         """
         syncs = [
             group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
@@ -262,7 +262,7 @@ class Nodes:
 
 
 def _shape(status: NodeStatus) -> tuple[object, ...]:
-    """Return what decides which actors a node can hold."""
+    """Return the properties that decide which actors a node can hold."""
     instances = [gpu.is_instance for gpu in status.gpus]
     return status.slots, status.slot_kind, instances, status.groups, status.link, status.packages
 

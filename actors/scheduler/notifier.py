@@ -1,9 +1,8 @@
-"""Notify users of the end of their jobs, and of a plateau, and record the jobs' changes of state.
+"""Notify users of ended jobs and plateaus, and publish events of the jobs' state changes.
 
 The scheduler sends notifications, so that they arrive while the user's laptop sleeps. apprise
-supports the services behind the URLs; it runs in a process for each notification, which has a
-deadline, and neither a URL nor an answer is logged. The notifications of a user are sent one after
-the other.
+supports the services behind the URLs; each notification is sent by a process with a deadline, and
+neither URLs nor answers are logged. The notifications of a user are sent one after the other.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from .jobs.view import last_version
 
 _SEND_S = 30.0
 _AT_ONCE = 8
-"""Processes that send."""
+"""Number of concurrent sending processes."""
 _LOOK_S = 2.0
 _VALIDATION, _REWARD = "val/mean_score", "training_step_reward"
 _TOLD = {"COMPLETED": "has finished", "FAILED": "has failed", "CANCELLED": "was stopped"}
@@ -51,7 +50,7 @@ class _Notification(NamedTuple):
 
 @dataclass
 class Plateau:
-    """Detects that a measure has not improved for a number of steps; pure."""
+    """Detects that a measure has not improved for a number of steps. Pure."""
 
     patience: int
     """Steps without improvement."""
@@ -61,7 +60,7 @@ class Plateau:
     best_step: int = 0
     is_reported: bool = False
     validated: str = ""
-    """The newest values of a validation, as they were when `scores` were read."""
+    """The newest validation values at the time `scores` were read."""
     scores: Mapping[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
 
     def observe(self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]) -> bool:
@@ -89,10 +88,10 @@ class Plateau:
 
 
 class Notifier:
-    """Sends notifications; one user's do not wait for another's."""
+    """Sends notifications; one user's notifications do not delay another's."""
 
     def __init__(self, broker: Broker, secrets: SecretStore) -> None:
-        """Start without notifications."""
+        """There are no notifications yet."""
         self._broker = broker
         self._secrets = secrets
         self._queue: asyncio.Queue[tuple[JobRecord, str]] = asyncio.Queue()
@@ -132,7 +131,7 @@ class Notifier:
             self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 
     async def run(self) -> None:
-        """Send what a previous scheduler left unsent, then new notifications."""
+        """Send notifications left by a previous scheduler, then new ones."""
         for left in await self._secrets.left_behind():
             if isinstance(left, JobRecord):
                 self.ended(left)
@@ -180,7 +179,7 @@ class Notifier:
 
 
 async def _send(url: str, title: str, text: str) -> bool:
-    """Send one notification; return False if the service does not accept it in time."""
+    """Send a notification; return False if the service does not accept it in time."""
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "tinkermq.actors.notify"),
@@ -191,7 +190,7 @@ async def _send(url: str, title: str, text: str) -> bool:
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
         )
-    except OSError as error:  # of a machine without room for a process
+    except OSError as error:  # the machine has no room for a process
         _log.warning("notification_not_started", error=str(error))
         return False
     try:
@@ -209,10 +208,10 @@ async def _send(url: str, title: str, text: str) -> bool:
 
 
 # Events of state changes, which the jobs' records hold until they are published. Each job has a
-# task of its own, so that one blocked stream delays no other; failures wait for the next turn. The
-# streams of an ended job shrink after its last event is published, and only then is its record
-# final. A bounded number of jobs is processed at a time, the oldest first, so that a slow server
-# finishes some of them.
+# separate task, so that one blocked stream delays no other; failures are retried in the next turn.
+# The streams of an ended job shrink after its last event is published, and only then is its record
+# final. A limited number of jobs is processed at a time, oldest first, so that on a slow server
+# some of them finish.
 
 _TELL_S = 10.0
 _CLOSING = 8
@@ -223,13 +222,13 @@ class MoveEvents:
     """Publishes the events that records hold."""
 
     def __init__(self, broker: Broker, jobs: JobStore) -> None:
-        """Start without events."""
+        """There are no events yet."""
         self._broker = broker
         self._jobs = jobs
         self._telling: dict[str, JobRecord] = {}
 
     def publish(self, records: Iterable[JobRecord], group: asyncio.TaskGroup) -> None:
-        """Publish the events of these records, in tasks of `group`, unless that is under way."""
+        """Publish the events of these records in tasks of `group`, unless already in progress."""
         for record in sorted(records, key=lambda record: record.finished or 0.0):
             key = record.scope.key
             if key in self._telling or (is_final(record) and self.num_closing >= _CLOSING):
@@ -243,7 +242,7 @@ class MoveEvents:
         return sum(map(is_final, self._telling.values()))
 
     def closes(self, key: str) -> bool:
-        """Return whether the streams of a job are being shrunk; it cannot start meanwhile."""
+        """Return whether the job's streams are being shrunk; it cannot start meanwhile."""
         record = self._telling.get(key)
         return record is not None and is_final(record)
 
@@ -265,7 +264,7 @@ class MoveEvents:
             del self._telling[key]
 
     async def _give_up(self, record: JobRecord, error: NotFoundError) -> None:
-        """Drop events whose stream was deleted; they would wait for ever."""
+        """Drop events whose stream was deleted; they would wait forever."""
         _log.warning("events_wait", job=record.job, error=error.message, hint=error.hint)
         with contextlib.suppress(*_LATER):
             try:

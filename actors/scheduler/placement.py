@@ -1,23 +1,22 @@
-"""The order of the queue, and which node and slots each actor gets. Pure.
+"""The order of the queue, and the placement of actors on nodes and slots. Pure.
 
-Order: higher priority first; between equals the user who would hold the least for their weight with
-half a job more (Sainte-Laguë's rule; half a job of the mean size of those next), a user without
+Order: higher priority first; between equals, the user who would hold the least for their weight
+with half a job more (Sainte-Laguë's rule, with the mean size of the next jobs), a user without
 slots before all others; then the oldest. Every hour of waiting counts as one point of priority, so
 no job starves. Between users age counts only up to the highest priority in the queue: otherwise a
 user with many waiting jobs would displace newcomers by age alone.
 
-A queued job starts whole or not at all, so two jobs never hold half of the pool each. The first job
-that has to wait reserves slots: the free ones that would serve it, and more as they become free.
-Jobs behind it are placed on the rest (backfill), so they never delay it.
+A queued job starts whole or not at all, so two jobs never hold half of the pool each. The first
+waiting job reserves slots: the free ones that it can use, and more as they become free. Later jobs
+are placed on the rest (backfill), so they never delay it.
 
-Learner and generator of one slot each share it where the configuration says so, or where the pool
-is a single GPU.
+Learner and generator of one slot each share a slot if configured, or if the pool is a single GPU.
 
-A job is packed onto one node if one can hold it, learner and generators together, within one
-group of linked slots if possible. An actor of several slots gets them on one node, and within one
-group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
-actor, or as many equal parts as they may lie on nodes, linked nodes first. Parts lie on nodes with
-the same packages only: other versions compute other gradients, or hang.
+A job is packed onto one node if one can hold it, learner and generators together, within one group
+of linked slots if possible. An actor of several slots gets them on one node, and within one group
+wherever the pool has a group of that size; the same holds for the ranks of a learner, as one actor
+or in the allowed number of equal parts on several nodes, linked nodes first. All parts are on nodes
+with the same packages: other versions compute other gradients, or hang.
 """
 
 import heapq
@@ -38,81 +37,83 @@ from .jobs.states import ACTIVE, slots_of, unplaced
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """Actors of one job that have no node yet."""
+    """Actors of a job that have no node yet."""
 
     job: str
     """Key of the job."""
     actors: tuple[ActorPlacement, ...]
-    """In the order in which they are placed."""
+    """Actors in the order of placement."""
     user: str = ""
     """Owner of the job."""
     priority: int = 0
-    """Of the job."""
+    """Priority of the job."""
     created: float = 0.0
     """When the job was submitted, in seconds since the epoch."""
     home: str | None = None
-    """Node of the job's learner: its other actors are put there while there is room."""
+    """Node of the job's learner: its other actors are placed there while there is room."""
     whole: bool = True
-    """All actors or none; False for actors that a running job lacks. Lost ones come first."""
+    """Place all actors or none; False for missing actors of a running job. Lost actors come
+    first."""
     grows: bool = False
-    """They were added to a running job, and wait for its user's turn as a queued job does."""
+    """Whether they were added to a running job, and wait for their user's turn like a queued
+    job."""
 
     @cached_property
     def need(self) -> int:
-        """Slots that the actors hold together."""
+        """Number of slots of the actors."""
         return slots_of(self.actors)
 
     @cached_property
     def shape(self) -> tuple[tuple[int, ...], ...]:
-        """Slots of each actor, and over how many nodes the ranks of a learner may lie."""
+        """Slots of each actor, and the number of nodes for the ranks of a learner."""
         return shape_of(self.actors)
 
 
 def shape_of(actors: Iterable[ActorPlacement]) -> tuple[tuple[int, ...], ...]:
-    """Return what decides whether actors fit: slots of each, and how ranks may be spread."""
+    """Return what decides whether actors fit: slots of each, and the spread of ranks."""
     return tuple((actor.slots, *actor.spread) for actor in actors)
 
 
 @dataclass
 class UserShares:
-    """What each user holds and may hold."""
+    """The holdings and quotas of users."""
 
     held: dict[str, int] = field(default_factory=dict[str, int])
     """Slots by user."""
     quotas: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas by user."""
     unknown: Quota = NO_BOUNDS
-    """Quota of all other users."""
+    """Quota of users without one."""
     actors: dict[str, int] = field(default_factory=dict[str, int])
-    """Actors that have a node, by user."""
+    """Number of placed actors by user."""
     aging_s: float = 3600.0
-    """A wait of this length adds one point of priority."""
+    """Waiting time that adds one point of priority."""
 
     def quota(self, user: str) -> Quota:
         """Return the quota of a user."""
         return self.quotas.get(user, self.unknown)
 
     def add(self, user: str, slots: int, actors: int) -> None:
-        """Count slots and actors that a user got."""
+        """Count slots and actors assigned to a user."""
         self.held[user] = self.held.get(user, 0) + slots
         self.actors[user] = self.actors.get(user, 0) + actors
 
     def points(self, request: "PlacementRequest", now: float) -> int:
-        """Return the priority of a job, its age included."""
+        """Return the priority of a job, including its age."""
         return request.priority + int(max(now - request.created, 0) // self.aging_s)
 
     def room(self, user: str) -> float:
-        """Return the slots that a user may still get."""
+        """Return the number of slots that a user may still get."""
         bound = self.quota(user).max_slots
         return float("inf") if bound is None else bound - self.held.get(user, 0)
 
     def actor_room(self, user: str) -> float:
-        """Return the actors that a user may still get."""
+        """Return the number of actors that a user may still get."""
         bound = self.quota(user).max_actors
         return float("inf") if bound is None else bound - self.actors.get(user, 0)
 
     def usage(self, user: str, more: float = 0.0) -> float:
-        """Return what a user holds for their weight, with so many slots more; 0 for nothing."""
+        """Return a user's holdings per weight, with this many more slots; 0 for none."""
         held = self.held.get(user, 0)
         return (held + more) / self.quota(user).weight if held else 0.0
 
@@ -120,9 +121,9 @@ class UserShares:
 def in_order(
     queue: Iterable[PlacementRequest], shares: UserShares, now: float
 ) -> Iterator[PlacementRequest]:
-    """Yield the requests in the order of placing, which follows what `shares` says by then.
+    """Yield the requests in the order of placement, by the current `shares`.
 
-    The caller adds what it assigns to `shares` before it takes the next request.
+    The caller adds its assignments to `shares` before it takes the next request.
     """
     by_user: dict[str, list[tuple[int, float, int, PlacementRequest]]] = defaultdict(list)
     for number, request in enumerate(queue):
@@ -162,7 +163,7 @@ class NodeSlots:
     free: frozenset[int]
     """Numbers of the free slots, from 0 to `total` - 1."""
     groups: tuple[frozenset[int], ...] = ()
-    """Slots that are linked closely; empty: all alike."""
+    """Closely linked slots; empty: all are alike."""
     link: str = ""
     """Name of its fast network; nodes with the same name share one."""
     are_gpus: bool = False
@@ -170,11 +171,11 @@ class NodeSlots:
     alone: frozenset[int] = frozenset()
     """Slots that cannot work together with others: MIG instances."""
     packages: tuple[tuple[str, str], ...] = ()
-    """Packages that the ranks of a learner must have in common, with versions; empty: unknown."""
+    """Packages with versions that the ranks of a learner must share; empty: unknown."""
 
     @property
     def linked(self) -> tuple[frozenset[int], ...]:
-        """The groups, which cover all slots."""
+        """The groups, covering all slots."""
         return self.groups or (frozenset(range(self.total)),)
 
 
@@ -186,9 +187,9 @@ class Assignment:
     actor: str
     node: str
     devices: tuple[int, ...] = ()
-    """Numbers of the slots that it uses there."""
+    """Numbers of its slots on the node."""
     shares: bool = False
-    """Whether another actor of its job holds them."""
+    """Whether the slots belong to another actor of its job."""
 
 
 @dataclass
@@ -197,7 +198,7 @@ class Placed:
 
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     waits: dict[str, str] = field(default_factory=dict[str, str])
-    """Why each waiting job waits, in the order of the queue."""
+    """The reason for each waiting job, in the order of the queue."""
 
 
 _Slots = dict[str, set[int]]
@@ -212,7 +213,7 @@ def place(
     now: float = 0.0,
     most: int = 1 << 30,
 ) -> Placed:
-    """Assign the free slots to at most `most` jobs of the queue, and update `shares`."""
+    """Assign free slots to at most `most` jobs of the queue, and update `shares`."""
     shares = shares or UserShares()
     pool = _Pool(nodes)
     result = Placed()
@@ -228,7 +229,7 @@ def place(
         if not why and (request.need <= num_free or not request.whole):
             assigned = pool.assign(request, free)
             num_free = sum(map(len, free.values())) if assigned else num_free
-            if request.whole:  # what a running job lacks counts as held already
+            if request.whole:  # missing actors already count as held
                 shares.add(request.user, _num_held(assigned), len(assigned))
             result.assignments += assigned
             most -= bool(assigned)
@@ -248,15 +249,15 @@ def _num_held(assigned: Iterable[Assignment]) -> int:
 
 
 _COUNTED = ("generator", "sampler")
-"""Roles whose number is `generator.count`."""
+"""Roles with the number `generator.count`."""
 _SECTIONS = {"trainer": "learner", "sampler": "generator"}
-"""Sections of the configuration that have the slots of a role of another name."""
+"""Sections of the configuration with the slots of differently named roles."""
 
 
 def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
     """Raise PlacementError if idle nodes could not hold the actors.
 
-    A pool without any node is one that has not come up yet: everything may wait for it.
+    A pool without nodes has not started yet: all jobs may wait for it.
     """
     if not nodes:
         return
@@ -290,7 +291,7 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
 
 
 def _refuse_instances(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
-    """Raise PlacementError for actors that would fit if MIG instances could work together."""
+    """Raise PlacementError for actors that would fit if MIG instances could be combined."""
     whole = [replace(node, alone=frozenset()) for node in nodes]
     if whole == list(nodes) or not place([PlacementRequest("", tuple(actors))], whole).assignments:
         return
@@ -304,7 +305,7 @@ def _refuse_instances(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
 
 
 def _as_if_alike(nodes: Sequence[NodeSlots]) -> list[NodeSlots]:
-    """Return the nodes as they would be with the same packages."""
+    """Return the nodes as if they had the same packages."""
     return [replace(node, packages=()) for node in nodes]
 
 
@@ -338,7 +339,7 @@ def _no_place_for(
 def _refusal(
     request: PlacementRequest, nodes: Sequence[NodeSlots], shares: UserShares, pool: "_Pool"
 ) -> str:
-    """Return why a request is skipped for other reasons than slots in use; empty if it is not."""
+    """Return why a request is skipped other than for lack of slots; empty: it is not."""
     if not nodes:
         return "waits for a node: none has joined the pool (`tinkermq node`)"
     if request.need > pool.total:
@@ -377,7 +378,7 @@ class _Pool:
         return replace(request, actors=actors)
 
     def could_hold(self, request: PlacementRequest) -> bool:
-        """Return whether the idle pool could hold a request."""
+        """Return whether the pool could hold a request if idle."""
         if not request.whole:
             return True
         holds = self._holds.get(request.shape)
@@ -387,7 +388,7 @@ class _Pool:
         return holds
 
     def assign(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
-        """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
+        """Place a request, taking its slots from `free`: all of it, or what fits if not `whole`."""
         assigned, left = self._fit(request, free, lambda name: (len(free[name]), name))
         if request.whole and len(assigned) < len(request.actors):
             return []
@@ -399,8 +400,8 @@ class _Pool:
     ) -> None:
         """Remove from `free` the slots that a waiting request reserves.
 
-        It reserves all free slots that fit now, on any node; the rest on the nodes that will serve
-        it first.
+        It reserves all free slots that fit now on any node, and the rest on the nodes that can
+        serve it first.
         """
         names = {item.actor for item in assigned}
         for nodes in (free, {name: set(range(node.total)) for name, node in self._nodes.items()}):
@@ -433,7 +434,7 @@ class _Pool:
     def _alike(
         self, request: PlacementRequest, units: Sequence[_Unit], available: _Slots
     ) -> Iterable[_Slots]:
-        """Yield sets of nodes on which parts of a learner may lie, those with most slots first."""
+        """Yield sets of nodes that can hold parts of a learner, those with most slots first."""
         of_home = self._nodes[request.home].packages if request.home in available else ()
         kinds = {self._nodes[name].packages for name in available} - {()}
         parts = sum(bool(_ranks_of(unit)) for unit in units) + (request.home is not None)
@@ -499,7 +500,7 @@ class _Pool:
         rank: Callable[[str], tuple[bool, int, str]],
         choose: Callable[[int, str], tuple[int, ...] | None],
     ) -> tuple[str | None, tuple[int, ...] | None]:
-        """Return the first of the nodes, by rank, that has slots; mostly the very first."""
+        """Return the first node, by rank, that has the slots; usually the very first."""
         best = min(names, key=rank, default=None)
         devices = None if best is None else choose(count, best)
         if best is None or devices is not None:
@@ -510,7 +511,7 @@ class _Pool:
     def _home(
         self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]
     ) -> str | None:
-        """Return the best node that holds all of it, else the one with the most slots."""
+        """Return the best node that holds all actors, else the one with the most slots."""
         if not available:
             return None
         holding = [name for name, slots in available.items() if len(slots) >= request.need]
@@ -521,10 +522,10 @@ class _Pool:
     def _choose(
         self, count: int, node: str, slots: set[int], liked: set[int], near: set[int], need: int
     ) -> tuple[int, ...] | None:
-        """Choose slots of one node, linked ones where the pool has so many; None: they do not fit.
+        """Choose slots of one node, linked ones if the pool has enough; None: they do not fit.
 
-        Of several groups: the one with the most `liked` slots, the one that `near` slots belong
-        to, the smallest that holds all that is still needed, the largest.
+        Among groups, in this order: the one with the most `liked` slots, the one with `near` slots,
+        the smallest that holds all slots still needed, the largest.
         """
         if count == 0:
             return ()
@@ -553,9 +554,9 @@ class _Pool:
 
 
 def _units_of(actors: Sequence[ActorPlacement]) -> Iterator[list[_Unit]]:
-    """Yield ways to lay actors on nodes, best first: ranks in one part, or in several equal ones.
+    """Yield groupings of actors on nodes, best first: ranks in one or several equal parts.
 
-    Each other actor is a unit with those that use its slots; so are ranks that are not all there.
+    Each other actor forms a unit with the actors that share its slots; so do incomplete ranks.
     """
     ranks = _ranks_of(actors)
     spread = ranks[0].spread if ranks else []
@@ -571,7 +572,7 @@ def _units_of(actors: Sequence[ActorPlacement]) -> Iterator[list[_Unit]]:
 
 
 def _ranks_of(actors: Iterable[ActorPlacement]) -> list[ActorPlacement]:
-    """Return the ranks of a learner of several, its own among them."""
+    """Return the ranks of a learner with several ranks, rank 0 included."""
     return [actor for actor in actors if actor.spread or actor.role == "rank"]
 
 
@@ -590,7 +591,7 @@ def _slots_of(unit: _Unit) -> int:
 def _assignments(
     job: str, unit: _Unit, node: str, devices: tuple[int, ...]
 ) -> Iterator[Assignment]:
-    """Return each actor of a unit its share of the slots, neighbours to neighbours."""
+    """Assign a unit's slots to its actors, adjacent slots to adjacent actors."""
     left = iter(devices)
     held: dict[str, tuple[int, ...]] = {}
     for actor in unit:
@@ -630,7 +631,7 @@ def request_of(key: str, record: JobRecord) -> PlacementRequest | None:
 
 
 def with_nodes(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
-    """Return the record with nodes for those of its actors that have none."""
+    """Return the record with nodes for actors that had none."""
     actors = [_on_its_node(actor, by_actor.get(actor.name)) for actor in record.actors]
     return record.model_copy(update={"actors": actors})
 
@@ -650,16 +651,16 @@ def _on_its_node(actor: ActorPlacement, assigned: Assignment | None) -> ActorPla
 
 
 def is_queued(record: JobRecord) -> bool:
-    """Return whether a job waits for its nodes."""
+    """Return whether a job waits for nodes."""
     return record.state == "QUEUED"
 
 
 def free_slots(
     node: NodeStatus, desired: Sequence[WantedActor], *, idle: bool = False, closed: bool = False
 ) -> NodeSlots:
-    """Return the slots of a node that are neither promised nor still held by what leaves.
+    """Return the slots of a node that are neither assigned nor still held by ending actors.
 
-    A node that drains, or is `closed` because it is about to be returned, has none.
+    A draining node, or one `closed` before its release, has none.
     """
     held = {slot for actor in desired for slot in actor.devices}
     leaving = [] if idle else unwanted(node, desired)
@@ -679,6 +680,6 @@ def free_slots(
 
 
 def unwanted(node: NodeStatus, desired: Sequence[WantedActor]) -> list[ActorStatus]:
-    """Return the actors that run on a node but are not (or no longer) placed there."""
+    """Return the actors that run on a node without being placed there."""
     names = {(actor.user, actor.job, actor.name) for actor in desired}
     return [status for status in node.actors if (status.user, status.job, status.name) not in names]

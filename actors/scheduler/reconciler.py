@@ -1,10 +1,10 @@
 """The scheduler's loop: compares the job records with the nodes' answers, and acts.
 
-It is level-triggered: every turn looks at all live jobs and does the next thing, so it does not
-matter which message was lost or which process died. A turn: read the changed records of jobs and
-nodes, place waiting jobs on free slots, send the nodes their actors, move the jobs by the nodes'
-answers, pass stops and pauses on to learners, and publish the events of all moves. What has not
-changed costs no message.
+It is level-triggered: every turn checks all live jobs and takes the next action, so lost messages
+and dead processes do no harm. A turn reads the changed records of jobs and nodes, places waiting
+jobs on free slots, sends the nodes their actors, updates the jobs' states by the nodes' answers,
+forwards stops and pauses to learners, and publishes the events of all state changes. Unchanged
+state costs no message.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ from .placement import (
     with_nodes,
 )
 
-# Stop, pause, resume and hand-over requests to learners. The job's record holds the request; here
-# only the process that has received it is remembered, so a restarted learner gets it again, and so
-# does one whose heartbeat contradicts the record: it heard a request late, or missed one.
+# Stop, pause, resume and hand-over requests to learners. The job's record holds the request; only
+# the process that received it is remembered here. So a restarted learner gets it again, and so does
+# one whose heartbeat contradicts the record because it missed a request or received it late.
 
 _CONTROL_TIMEOUT_S = 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -60,7 +60,7 @@ class LearnerCommands:
     """Sends each request once to each process of a learner."""
 
     def __init__(self, broker: Broker) -> None:
-        """Start without sent orders."""
+        """No requests were sent yet."""
         self._broker = broker
         self._ordered: dict[str, tuple[str, int | None]] = {}
         self._telling: set[str] = set()
@@ -85,7 +85,7 @@ class LearnerCommands:
         learner: ActorStatus | None,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Request the learner to stop, pause or continue, in a task of `group`, once."""
+        """Request the learner to stop, pause or continue, once, in a task of `group`."""
         verb = _verb_for(record, is_astray=key in self._astray)
         if verb is None:
             self._ordered.pop(key, None)
@@ -97,11 +97,11 @@ class LearnerCommands:
             group.create_task(self._notify(key, record, verb, learner.pid), name=f"{verb} {key}")
 
     def hand_over(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
-        """Request the learner of a silent node to end, in case that only the node hangs.
+        """Request the learner of a silent node to end, in case only the node hangs.
 
-        Otherwise it could continue training beside its successor: each would find that the other
-        has written to the batch log, and the one that restarts loses to the one that runs. A
-        learner that does not receive the request cannot write to the log either.
+        Otherwise it could continue training beside its successor: each would be fenced off by the
+        other's batch records, and the restarting one loses. A learner that cannot receive the
+        request cannot write to the log either.
         """
         group.create_task(self._hand_over(record), name=f"hand over {record.job}")
 
@@ -123,7 +123,7 @@ class LearnerCommands:
         try:
             await tell_learner(self._broker, record, verb)
             self._ordered[key] = (verb, pid)
-        except errors.TinkermqError as error:  # it may not listen yet: again next turn
+        except errors.TinkermqError as error:  # it may not listen yet; retried next turn
             _log.debug("learner_not_ordered", job=record.job, verb=verb, error=error.message)
         finally:
             self._telling.discard(key)
@@ -154,8 +154,8 @@ def _verb_for(record: JobRecord, *, is_astray: bool) -> Literal["stop", "pause",
 
 WHO = "scheduler"
 _STARTS_PER_TURN = 32
-_PAUSE_S = 0.01  # changes at the same time are handled in one turn
-_IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
+_PAUSE_S = 0.01  # simultaneous changes share one turn
+_IDLE_SHARE = 3.0  # of the turn's duration, so that clients are answered while many jobs wait
 _MEANWHILE = (errors.ConflictError, errors.NotFoundError, errors.MessageError)
 """The record was written, removed or damaged since it was read: retried in the next turn."""
 
@@ -172,7 +172,7 @@ class _Derived:
 
 
 class Reconciler:
-    """Keeps jobs and nodes in step for as long as its lease lasts."""
+    """Reconciles jobs and nodes while its lease lasts."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Reconciler:
     ) -> None:
         """Work on `view` and `pool`; `notifier` publishes the ends of jobs.
 
-        A job waits for nodes that `could_come`.
+        A job may wait for nodes in `could_come`.
         """
         self._broker = broker
         self._jobs = jobs
@@ -203,19 +203,19 @@ class Reconciler:
         self._remover = remover
         self._could_come = could_come
         self.decisions = DecisionTimes()
-        """How long placement takes."""
+        """Durations of placement."""
         self._hurry = asyncio.Event()
         self._derivations: dict[str, _Derived] = {}
         self._fitting: set[tuple[tuple[int, ...], ...]] = set()
         self._fitting_shape = -1
 
     def hurry(self) -> None:
-        """Take the next turn at once."""
+        """Start the next turn at once."""
         if self._timing.hurries:
             self._hurry.set()
 
     def nodes(self) -> list[NodeStatus]:
-        """Return the nodes that are there."""
+        """Return the present nodes."""
         return self._pool.nodes()
 
     def refuse_impossible(self, actors: Sequence[ActorPlacement]) -> None:
@@ -230,7 +230,7 @@ class Reconciler:
 
     @property
     def may_grow(self) -> bool:
-        """Whether machines without a node can still be added."""
+        """Return whether the pool can still add machines that have no node."""
         return bool(self._could_come())
 
     def _slots(self) -> list[NodeSlots]:
@@ -332,7 +332,7 @@ class Reconciler:
         return requests
 
     def _derived(self, key: str, record: JobRecord) -> "_Derived":
-        """Return the values derived from a record, computed once for each version of it."""
+        """Return the values derived from a record, computed once per version."""
         derived = self._derivations.get(key)
         if derived is None or derived.record is not record:
             derived = self._derivations[key] = _Derived(
@@ -366,7 +366,7 @@ class Reconciler:
             )
         except errors.BrokerError as error:
             await self._move(record, states.Transition("FAILED", str(error)))
-            # those that were made before
+            # earlier assignments
             with contextlib.suppress(errors.BrokerError, errors.DeadlineError):
                 await settle_job_streams(self._broker, record.scope)
             return
@@ -378,7 +378,7 @@ class Reconciler:
         )
 
     async def _explain(self, key: str, why: str) -> None:
-        """Record why a queued job waits, if that has changed."""
+        """Record why a queued job waits, if the reason has changed."""
         with contextlib.suppress(*_MEANWHILE):
             await self._jobs.update(
                 self._view.live[key],
@@ -421,7 +421,7 @@ class Reconciler:
         )
 
     def _to_kill(self, leaving: list[ActorStatus]) -> list[str]:
-        """Return the jobs among those still running that were stopped without a checkpoint."""
+        """Return the running jobs that were stopped without a checkpoint."""
         result = {(item.user, item.job): self._view.find(item.user, item.job) for item in leaving}
         return sorted(
             JobScope(user, job).key

@@ -1,7 +1,7 @@
 """The scheduler: wait for the lease, schedule while it lasts, wait again.
 
-Any number of schedulers may run; the one with the lease answers clients and reconciles. All that
-state is in the job records and on the nodes, so the next one continues from there.
+Any number of schedulers may run; the one with the lease answers clients and reconciles. All state
+is in the job records and on the nodes, so the next scheduler continues from there.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ async def run(
     keeping: RetentionLimits = DEFAULT_KEEPING,
     machines: MachinesConfig = NO_MACHINES,
 ) -> None:
-    """Schedule until `context.stopping` is set, with `machines` as the queue needs them."""
+    """Schedule until `context.stopping` is set, requesting `machines` as the queue needs them."""
     async with request_connection(context.broker, context.stopping) as requests:
         if requests is not None:
             await _schedule(context, requests, timing, keeping, machines)
@@ -164,7 +164,7 @@ async def _lead(
 
 
 async def _report_numbers(context: ActorContext, reconciler: Reconciler, view: JobsView) -> None:
-    """Put into the heartbeat how long decisions take and the number of jobs."""
+    """Add the durations of decisions and the number of jobs to the heartbeat."""
     while True:
         context.numbers.update({**reconciler.decisions.numbers(), **view.numbers()})
         await asyncio.sleep(INTERVAL_S)
@@ -173,7 +173,7 @@ async def _report_numbers(context: ActorContext, reconciler: Reconciler, view: J
 async def _release(context: ActorContext, lease: LeaderLease) -> None:
     try:
         await lease.release()
-    except TinkermqError as error:  # it runs out by itself
+    except TinkermqError as error:  # the lease expires by itself
         context.log.warning("lease_not_released", error=error.message)
 
 
@@ -184,7 +184,7 @@ _CHANGES = frozenset(
     | {"label", "archive", "unarchive", "delete"}
 )
 _MAX_ERROR_CHARS = 300
-"""Length of an actor's error in the list of nodes; its job's events have the whole text."""
+"""Length of an actor's error in the list of nodes; its job's events have the full text."""
 
 
 class _SchedulerRequests:
@@ -200,7 +200,7 @@ class _SchedulerRequests:
         secrets: SecretStore,
         keeper: MachineKeeper,
     ) -> None:
-        """Answer from `view` and `pool`, and change `jobs`, which `reconciler` acts on.
+        """Answer from `view` and `pool`, and change `jobs`, on which `reconciler` acts.
 
         `secrets` are never returned; `keeper` manages a cluster's machines.
         """
@@ -269,7 +269,7 @@ class _SchedulerRequests:
         return note
 
     async def submit(self, request: SubmitRequest, context: RequestContext) -> JobReply:
-        """Make a job."""
+        """Create a job."""
         return JobReply(record=await self._submission.submit(context.user, request))
 
     async def configure(self, request: ConfigureRequest, context: RequestContext) -> JobReply:
@@ -282,7 +282,7 @@ class _SchedulerRequests:
         return JobReply(record=self._view.with_queue_place(record))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
-        """Return a page of the user's jobs, or an admin everybody's."""
+        """Return a page of the user's jobs, or for an admin of all jobs."""
         everybody = request.widest and self._view.is_admin(context.user)
         user = None if everybody else context.user
         archive = self._view.archive
@@ -296,14 +296,14 @@ class _SchedulerRequests:
         return JobList(records=[self._view.with_queue_place(item) for item in reply], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
-        """Return the nodes that are there; of others' actors only admins see whose they are."""
+        """Return the present nodes; only admins see the owners of others' actors."""
         nodes = [_short(node) for node in self._pool.list_statuses()]
         if not self._view.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
         return NodeList(nodes=nodes, trouble=self._trouble())
 
     def _trouble(self) -> str:
-        """Return what the scheduler waits for; empty if it is not blocked."""
+        """Return what the scheduler waits for; empty if nothing."""
         if (trouble := self._broker.availability.trouble) is not None:
             return trouble.text
         if refusing := self._pool.refusing:
@@ -312,18 +312,18 @@ class _SchedulerRequests:
         return ""
 
     async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
-        """Return what the user's jobs may hold, and do hold."""
+        """Return the user's quota and holdings."""
         quota = {name: getattr(self._view.quota(context.user), name) for name in Quota.model_fields}
         return QuotaReply(**quota, held=self._view.held(context.user))
 
     async def trainers(self, _: Empty) -> TrainerOffers:
-        """Return the base models that anybody may train on through the Tinker API."""
+        """Return the base models that all users may train through the Tinker API."""
         return TrainerOffers(offers=self._view.offers())
 
     async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
-        """Note what the users of a Tinker service have used, and return their shares.
+        """Record the tokens used at a Tinker service by its users, and return their shares.
 
-        Raises StateError for another job, whose owner could use up the quotas of others.
+        Raises StateError for other kinds of jobs, whose owners could use up others' quotas.
         """
         record = await self._view.get(context.user, usage.job)
         if record.kind != "tinker":
@@ -336,9 +336,9 @@ class _SchedulerRequests:
         return TenantShares(users={user: self._share(user) for user in usage.tokens})
 
     async def weights_room(self, request: WeightsRoom, context: RequestContext) -> WeightsBound:
-        """Bound the versions of weights of a running job by what its model needs.
+        """Set the size limit for a running job's weight versions to what its model needs.
 
-        Raises QuotaError, BrokerError when the server has no room, StateError.
+        Raises QuotaError, BrokerError if the server has no room, StateError.
         """
         async with self._rooms.setdefault(context.user, asyncio.Lock()):  # each counts the others
             record = await self._view.get(context.user, request.job)
@@ -353,7 +353,7 @@ class _SchedulerRequests:
                 return await self._bound_weights(record, request.least_bytes)
 
     async def _bound_weights(self, record: JobRecord, num_bytes: int) -> WeightsBound:
-        """Set the bound, which counts among the bytes of streams that the user may have."""
+        """Set the limit, which counts among the bytes of the user's streams."""
         stored = states.reserved_bytes(self._view.config(record)) + num_bytes
         self._view.check_room(record.user, max_stored_bytes=stored - states.stored_bytes(record))
         await bound_weights(self._broker, record.scope, num_bytes)
@@ -369,20 +369,20 @@ class _SchedulerRequests:
         return TenantShare(weight=quota.weight, tokens_left=left)
 
     async def take_checkpoint(self, request: TakeCheckpoint, context: RequestContext) -> ModelInfo:
-        """Copy a checkpoint of one's run to the service that trains on its base model."""
+        """Copy a checkpoint of the user's run to the service that trains its base model."""
         return await self._submission.origins.copy_checkpoint(context.user, request.path)
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
-        """Return which records of the user cannot be read; of the whole pool for admins."""
+        """Return the user's unreadable records; for admins those of the whole pool."""
         everything = self._view.may_administer(context.user)
         return await self._damage.read("" if everything else context.user)
 
     async def key(self, _: Empty) -> SealingKey:
-        """Return the key to which clients seal secrets."""
+        """Return the key with which clients seal secrets."""
         return self._secrets.key
 
     async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
-        """Keep secrets of a job until it has ended."""
+        """Store secrets of a job until it ends."""
         record = await self._view.get(context.user, request.job)
         refuse_removed(record)
         names = await self._secrets.add_sealed(record.scope, request.sealed)
@@ -395,7 +395,7 @@ class _SchedulerRequests:
     async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
         """Stop a job: the learner drains with a checkpoint, or everything ends now.
 
-        A job that has ended stays as it is; a later `now` overrides an earlier drain.
+        An ended job does not change; a later `now` overrides an earlier drain.
         """
         record = await self._view.steered(context.user, request.job)
         if is_final(record):
@@ -438,13 +438,13 @@ class _SchedulerRequests:
         request: ResumeRequest | ScaleRequest | LabelRequest | JobRequest,
         context: RequestContext,
     ) -> AsyncIterator[None]:
-        """Hold the lock for requests about the jobs of an owner."""
+        """Hold the lock for requests about the owner's jobs."""
         record = await self._view.steered(context.user, request.job)
         async with self._view.lock(record.user):
             yield
 
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
-        """Change how many generators or environment hosts a job has; it need not be running."""
+        """Change a job's number of generators or environment hosts; it need not be running."""
         async with self._alone(request, context):
             return JobReply(record=await self._scale(request, context))
 
@@ -485,7 +485,7 @@ class _SchedulerRequests:
         return await self._jobs.update(record, resize)
 
     async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
-        """Change the priority of a job; it matters while the job, or a part of it, waits."""
+        """Change the priority of a job; it has an effect while the job, or part of it, waits."""
         record = await self._view.steered(context.user, request.job)
         if is_final(record):
             raise StateError(
@@ -518,8 +518,8 @@ class _SchedulerRequests:
     async def _remove(
         self, request: JobRequest, context: RequestContext, *, removal: Removal
     ) -> JobReply:
-        """Record the requested removal; the reconciler carries it out."""
-        # not while the job, or one that depends on it, is being started
+        """Record the requested removal, which the reconciler carries out."""
+        # not while the job, or a dependent job, is being started
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):
@@ -569,7 +569,7 @@ class _SchedulerRequests:
 
 
 def _short(node: NodeStatus) -> NodeStatus:
-    """Return a node with shortened errors of its actors, since all nodes are in one message."""
+    """Return a node with shortened actor errors, since one message has all nodes."""
     actors = [
         actor.model_copy(update={"error": actor.error[:_MAX_ERROR_CHARS]}) if actor.error else actor
         for actor in node.actors
@@ -578,7 +578,7 @@ def _short(node: NodeStatus) -> NodeStatus:
 
 
 def _shown(node: NodeStatus, user: str) -> NodeStatus:
-    """Return a node without the names of other users, their jobs and their errors."""
+    """Return a node without the names, jobs and errors of other users."""
     hidden = {"user": "", "job": "", "name": "", "error": "", "pid": None}
     actors = [
         actor if actor.user == user else actor.model_copy(update=hidden) for actor in node.actors

@@ -307,7 +307,7 @@ class Scorer:
         return RowScores(torch.empty_like(logprobs_M).index_copy(0, order_M, logprobs_M), *of_rows)
 
     def _owns_gradient(self, weight: Tensor) -> bool:
-        """Return whether a gradient can be added to `weight.grad`; FSDP2 reduces autograd's."""
+        """Return whether gradients can be added to `weight.grad`; FSDP2 reduces autograd's."""
         is_whole = weight.is_leaf and weight.dtype == torch.float32
         return is_whole and weight.requires_grad and not isinstance(self.inside, FSDPModule)
 

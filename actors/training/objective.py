@@ -77,7 +77,7 @@ class Objective:
         self._custom_mask = custom_function("mask", config.algorithm.own_mask)
 
     def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
-        """Return whether π_o needs a forward pass of its own: it is not the policy at the update.
+        """Return whether π_o needs a separate forward pass: it is not the policy at the update.
 
         It also needs one for an adapter with dropout, which updates compute with. The log-linear
         proximal policy avoids that pass.
@@ -101,7 +101,7 @@ class Objective:
         sample_N: Tensor,
         advantages_N: Tensor,
     ) -> Tensor | None:
-        """Return weights that depend on the whole batch, for kept tokens; None: they do not."""
+        """Return weights that depend on the whole batch, for kept tokens; None: none do."""
         algorithm = self._algorithm
         if old_N is None or not algorithm.weighs_whole_batches:
             return None

@@ -252,7 +252,7 @@ def _divergence(of: str, log_N: Tensor) -> Tensor:
 
 
 def _outside(mask: CorrectionMask, values: Tensor) -> Tensor:
-    """Mark values beyond the bounds of a mask; those of ratios come as logarithms, whose
+    """Mark values outside of a mask's bounds; ratios are given as logarithms, whose
     exponentials may be infinite: that is beyond any bound."""
     outside = torch.zeros_like(values, dtype=torch.bool)
     low, high = mask.low, mask.high

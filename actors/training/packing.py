@@ -409,7 +409,7 @@ class DepthFirst:
         )
 
     def cut(self, budget: int) -> list[TreeUnit]:
-        """Cut the trees into units of at most `budget` columns; a longer sequence stands alone."""
+        """Cut the trees into units of at most `budget` columns; a longer sequence is alone."""
         units: list[TreeUnit] = []
         at = 0
         while at < len(self.order):

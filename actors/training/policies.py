@@ -215,7 +215,7 @@ class Policies:
         return reading
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
-        """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""
+        """Return all trained tensors, whole, on the CPU, by policy; critics as `critic.*`."""
         with self._ranks.doing(Order("gather", {"dtype": None})):
             return {name: trainer.weights() for name, trainer in self.trainers.items()}
 

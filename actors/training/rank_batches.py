@@ -214,7 +214,7 @@ def _in_trees(
 
 
 # -- a step that does not fit the GPU is computed again in smaller micro-batches, once -------------
-# A repetition starts over: gradients are zeroed, sums restored, and the optimiser has not moved. So
+# A repetition starts over: gradients are zeroed, sums restored, the optimiser is unchanged. So
 # nothing is trained twice, and the gradient is the same up to rounding. Ranks that share a model
 # cannot start over one by one, since each is in a collective with the others. There the rank out of
 # memory ends; all ranks then start again from the checkpoint and train the recorded step in smaller

@@ -1,7 +1,7 @@
 """Archive or delete the data of ended jobs.
 
 The job's record holds the request, and is changed last: after a crash the next scheduler continues,
-and every part may be repeated.
+and every part may run again.
 """
 
 import asyncio
@@ -60,10 +60,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Tidier:
-    """Marks ended jobs beyond the bounds for archiving, some jobs at a time."""
+    """Marks the oldest ended jobs beyond the bounds for archiving, some jobs at a time."""
 
     def __init__(self, jobs: JobStore, view: JobsView, keeping: RetentionLimits) -> None:
-        """`keeping` bounds the jobs that are not archived."""
+        """`keeping` limits the jobs that are not archived."""
         self._jobs = jobs
         self._view = view
         self._keeping = keeping
@@ -100,20 +100,20 @@ class Tidier:
             key: until for key, until in self._not_before.items() if until > time.monotonic()
         }
         for record in records:
-            if not await asyncio.to_thread(_has_folder, record):  # not on this machine, or removed
+            if not await asyncio.to_thread(_has_folder, record):  # on another machine, or removed
                 self._not_before[record.scope.key] = time.monotonic() + _AGAIN_S
                 continue
             try:
                 async with self._view.lock(record.user):
                     await self._jobs.update(record, _marked)
-            except TinkermqError as error:  # another writer was first, or the broker is unreachable
+            except TinkermqError as error:  # another writer won, or the broker is unreachable
                 _log.info("tidying_waits", job=record.job, error=error.message)
 
 
 def _may_go(record: JobRecord) -> bool:
-    """Return whether an ended job no longer needs the data that is archived.
+    """Return whether an ended job can be archived: nothing needs its data any more.
 
-    A service for the Tinker API stays: its record counts its users' tokens.
+    A service for the Tinker API is not archived: its record counts its users' tokens.
     """
     return record.kind != "tinker" and not (record.untold and record.has_streams)
 
@@ -125,7 +125,7 @@ def _marked(record: JobRecord) -> JobRecord:
 
 
 def _has_folder(record: JobRecord) -> bool:
-    """Return whether the broker's data of a job can be put into its run folder, if it has one."""
+    """Return whether the job's data at the broker can go to its run folder, if it has one."""
     return not record.has_streams or (bool(record.run_dir) and Path(record.run_dir).is_dir())
 
 
@@ -135,12 +135,12 @@ _AT_ONCE = 12
 
 
 class Remover:
-    """Archives and deletes jobs, some at a time."""
+    """Archives and deletes jobs, several at a time."""
 
     def __init__(
         self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: RetentionLimits
     ) -> None:
-        """`keeping` bounds the ended jobs that are not archived."""
+        """`keeping` limits the ended jobs that are not archived."""
         self._tidier = Tidier(jobs, view, keeping)
         self._broker = broker
         self._jobs = jobs
@@ -165,7 +165,7 @@ class Remover:
         self._not_before.pop(key, None)
         try:
             await self._carry_out(record)
-        except (ConflictError, NotFoundError, MessageError) as error:  # the next turn decides
+        except (ConflictError, NotFoundError, MessageError) as error:  # retried in the next turn
             _log.info("removal_again", job=record.job, error=error.message)
         except (TinkermqError, OSError, TimeoutError) as error:
             _log.warning("removal_waits", job=record.job, what=record.removal, error=str(error))
@@ -211,7 +211,7 @@ class Remover:
         await self._jobs.remove(record)
 
     async def _request_removal(self, node: NodeStatus, record: JobRecord) -> None:
-        """Have a node remove its copy of a run folder; a node that has left is skipped."""
+        """Request a node to remove its copy of a run folder; a node that has left is skipped."""
         await call(
             self._broker,
             node_subject(node.node, "remove"),
@@ -223,7 +223,7 @@ class Remover:
         )
 
     async def _is_still(self, record: JobRecord) -> bool:
-        """Return whether the job is to be deleted by now, for a scheduler that was suspended."""
+        """Return whether the job is still to be deleted, in case the scheduler was suspended."""
         now = await self._jobs.find_by_id(record.user, record.job)
         return now is not None and now.removal == "delete"
 
@@ -232,7 +232,7 @@ class Remover:
             folder = await asyncio.to_thread(begin_archive, record.run_dir, record.job)
             await save_streams(self._broker, _kept_names(record.scope), folder)
             digest = await asyncio.to_thread(digest_of_archive, record.run_dir, record.job)
-            # from here on the archive counts, and the streams may go
+            # from here on the archive is valid, and the streams may be removed
             record = await self._jobs.update(
                 record, lambda now: now.model_copy(update={"archive_digest": digest})
             )
@@ -257,7 +257,7 @@ class Remover:
             await asyncio.to_thread(drop_archive, record.run_dir, record.job)
 
     async def _refuse(self, record: JobRecord, why: str) -> None:
-        """Leave a job in the archive, with the reason."""
+        """Keep a job in the archive, with the reason."""
         reason = f"run {record.name} stays archived: {why}"
         _log.warning("removal_refused", job=record.job, what=record.removal, error=reason)
         away = await self._jobs.update(
@@ -300,14 +300,14 @@ async def _free_stored(record: JobRecord) -> None:
 
 
 def _kept_names(scope: JobScope) -> list[str]:
-    """Return the streams that an archive keeps: the trained groups, and events."""
+    """Return the streams kept in an archive: the trained groups, and events."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
     streams = [scope.stream_dead, scope.stream_feed]
     return [scope.stream_rollout, scope.stream_batch, *streams, checkpoints]
 
 
 def kept_streams(record: JobRecord) -> list[StreamConfig]:
-    """Return the streams to restore, with settings of new streams rather than of a file."""
+    """Return the streams to restore, with default settings instead of those in a file."""
     every = job_streams(record.scope, LimitsConfig(), WEIGHTS_BYTES)
     names = _kept_names(record.scope)
     return [config for config in every if config["name"] in names]

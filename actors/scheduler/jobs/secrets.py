@@ -1,4 +1,4 @@
-"""The secrets of jobs: kept sealed, opened for the process that needs them, removed at the end.
+"""The secrets of jobs: stored sealed, opened for processes that need them, removed at the end.
 
 The key is derived from the scheduler's credentials, so every scheduler of a pool with users has the
 same. Without credentials it is created at start and kept in memory: after a restart, such a
@@ -46,7 +46,7 @@ class SecretStore:
 
     @property
     def key(self) -> SealingKey:
-        """The key to which clients seal."""
+        """The key with which clients seal secrets."""
         return SealingKey(public=self._seal.public)
 
     def names(self, user: str, sealed: bytes) -> list[SecretName]:
@@ -54,7 +54,7 @@ class SecretStore:
         return sorted(self._seal.open(sealed, user).values) if sealed else []
 
     async def add_sealed(self, scope: JobScope, sealed: bytes) -> list[SecretName]:
-        """Keep a user's sealed secrets beside earlier ones; return all names.
+        """Store a user's sealed secrets with earlier ones; return all names.
 
         Raises AuthError if they cannot be opened.
         """
@@ -65,7 +65,7 @@ class SecretStore:
         return sorted(values)
 
     async def values(self, scope: JobScope) -> Mapping[SecretName, str]:
-        """Return the secrets of a job; none when a scheduler before this one had another key."""
+        """Return the secrets of a job; empty if they were sealed with another scheduler's key."""
         entry = await self._bucket.find(scope.key)
         if entry is None:
             return {}
@@ -83,14 +83,15 @@ class SecretStore:
     async def forget(self, scope: JobScope, revision: int | None = None) -> None:
         """Remove the secrets of a job, if it has any.
 
-        With a `revision` they stay if the owner has submitted others since, for the next attempt.
+        With a `revision`, they are kept if the owner has since submitted others for the next
+        attempt.
         """
         if revision != 0 and scope.key in await self._bucket.keys(scope.user):
             with contextlib.suppress(ConflictError):
                 await self._bucket.delete(scope.key, revision=revision)
 
     async def left_behind(self) -> list[JobRecord | JobScope]:
-        """Return the ended or deleted jobs whose secrets are still kept."""
+        """Return the ended or deleted jobs that still have secrets."""
         collected: list[JobRecord | JobScope] = []
         for key in await self._bucket.keys():
             user, _, job = key.partition(".")
@@ -104,7 +105,7 @@ class SecretStore:
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
         """Return to a node the secrets that a process of a job needs.
 
-        Raises NotFoundError for an unknown job, AuthError for a process that it does not have.
+        Raises NotFoundError for an unknown job, AuthError for a process that is not the job's.
         """
         record = await self._view.get(request.user, request.job)
         if record.state not in ACTIVE or record.attempt != request.attempt:

@@ -1,8 +1,8 @@
-"""The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
+"""The rules of a job: its actors, its next state, its user's holdings, and the quotas. Pure.
 
 On a node a slot is a GPU or a CPU share. The learner, each generator, each inference server and an
-evaluator hold as many slots as configured, or one in common where learner and generator share a
-GPU; environment hosts hold none, so that a laptop with two cores runs a whole job.
+evaluator hold as many slots as configured, or share one if learner and generator share a GPU;
+environment hosts hold none, so that a laptop with two cores can run a job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,9 +38,9 @@ KINDS = ("train", "sft", "eval", "infer", "tinker")
 
 
 def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
-    """Return the actors of a job, not placed yet; the first is the main one.
+    """Return the unplaced actors of a job; the first is the main one.
 
-    Raises ConfigError for a configuration that does not make a job of this kind.
+    Raises ConfigError for a configuration that does not fit this kind of job.
     """
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
@@ -73,7 +73,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
 
 
 def _generators(config: JobConfig) -> list[ActorPlacement]:
-    """Return the generators; one that may share the learner's slot says so."""
+    """Return the generators; one that may share the learner's slot is marked."""
     slots = config.generator_slots
     made = [_actor("generator", f"generator-{i}", slots) for i in range(config.generator.count)]
     if not config.may_colocate:
@@ -85,7 +85,7 @@ def _generators(config: JobConfig) -> list[ActorPlacement]:
 
 
 def _learner(config: LearnerConfig) -> list[ActorPlacement]:
-    """Return a learner and its other ranks: they are placed all together or not at all."""
+    """Return a learner and its other ranks, which are placed together or not at all."""
     slots = config.slots // config.ranks
     spread = config.spread if config.ranks > 1 else []
     learner = ActorPlacement(name="learner", role="learner", slots=slots, spread=spread)
@@ -93,7 +93,7 @@ def _learner(config: LearnerConfig) -> list[ActorPlacement]:
 
 
 def vital(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
-    """Return the actors whose lost node requeues the whole job: the main one, and its ranks."""
+    """Return the actors whose lost node requeues the job: the main actor, and its ranks."""
     return [main_actor(actors), *(actor for actor in actors if actor.role == "rank")]
 
 
@@ -112,16 +112,16 @@ def _samplers(config: GeneratorConfig) -> list[ActorPlacement]:
 
 
 def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
-    """Return the actor whose end is the end of the job: a training's learner, a first server."""
+    """Return the actor whose end ends the job: a training's learner, or the first server."""
     return actors[0]
 
 
 def scaled(
     actors: Sequence[ActorPlacement], role: Role, count: int, slots: int = 0
 ) -> list[ActorPlacement]:
-    """Return the actors with `count` of one role: the newest leave first, free names are reused.
+    """Return the actors with `count` of one role; the newest are removed, free names reused.
 
-    New ones hold `slots` slots each.
+    New actors hold `slots` slots each.
     """
     remaining: list[ActorPlacement] = []
     left = count
@@ -138,7 +138,7 @@ def scaled(
 
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
-    """Return the actors without nodes."""
+    """Return the actors that have no node."""
     return [
         ActorPlacement(
             name=actor.name,
@@ -153,7 +153,7 @@ def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
 
 
 def at_rest(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
-    """Return the actors of a job that has ended: none of them runs."""
+    """Return the actors of an ended job, none of which runs."""
     return [
         actor if actor.state == "failed" else actor.model_copy(update={"state": "exited"})
         for actor in actors
@@ -161,7 +161,7 @@ def at_rest(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
 
 
 def slots_of(actors: Sequence[ActorPlacement]) -> int:
-    """Return the slots that the actors hold together."""
+    """Return the total slots of the actors."""
     return sum(actor.slots for actor in actors)
 
 
@@ -200,7 +200,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
 def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
     """Return the secrets of its owner that an actor of a job needs.
 
-    A learner with functions of an owner who is not an admin has no network, so it needs no key.
+    A learner with functions of a non-admin owner has no network, so it needs no keys.
     """
     of_it: list[SecretName] = []
     is_cut_off = record.has_own_code and bool(record.output_roots)
@@ -248,9 +248,9 @@ def next_state(
     silent: frozenset[str],
     max_node_failures: int,
 ) -> Transition | None:
-    """Return the state that the job moves to now, or None if it stays.
+    """Return the next state of the job, or None if it does not change.
 
-    `statuses` are the last ones from nodes, by actor name; those of an older attempt are ignored.
+    `statuses` are the nodes' last statuses by actor name; statuses of an older attempt are ignored.
     `silent` are the nodes that were silent for too long.
     """
     if record.state in FINAL_STATES:
@@ -302,7 +302,7 @@ def _failed(statuses: Mapping[str, ActorStatus]) -> Transition | None:
 
 
 def _stopped(record: JobRecord, main: ActorStatus | None) -> Transition | None:
-    """End a job that is to stop while its main actor has no process that could drain."""
+    """End a stopping job whose main actor has no process to drain."""
     if record.stop == "no":
         return None
     if record.stop == "now":
@@ -349,8 +349,8 @@ def with_statuses(
 ) -> list[ActorPlacement]:
     """Return the job's actors, updated from the nodes' statuses.
 
-    An actor whose node fell silent loses it and is placed again; if the main actor or a learner's
-    rank was there, the whole job becomes LOST (`next_state`).
+    An actor whose node fell silent is placed again; if the main actor or a learner's rank was
+    there, the whole job becomes LOST (`next_state`).
     """
     return [
         _with_status(record, actor, statuses.get(actor.name), silent) for actor in record.actors
@@ -395,14 +395,14 @@ def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
 
 
 def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Keep the larger sums; a restarted trainer may know less."""
+    """Keep the larger sums; a restarted trainer may report less."""
     known = record.tinker_tokens
     newer = {user: used for user, used in usage.tokens.items() if used > known.get(user, 0)}
     return record.model_copy(update={"tinker_tokens": {**known, **newer}}) if newer else record
 
 
 def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Add a sampler's tokens since its last report; a restarted sampler begins at 0."""
+    """Add a sampler's tokens since its last report; a restarted sampler starts at 0."""
     last = record.tinker_samplers.get(usage.sampler)
     if last is not None and last.since > usage.since:  # a later sampler has this name
         return record
@@ -424,12 +424,12 @@ def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
 # -- quotas ----------------------------------------------------------------------------------------
 #
 # Part of the bucket of jobs is reserved: submissions stop before it is full, so that stops, repairs
-# and the scheduler's own changes always find room.
+# and the scheduler's own changes always have room.
 
 USERS_BYTES = BUCKET_BYTES * 3 // 4
 """Part of the bucket of jobs for the records of users."""
 ADMINS_BYTES = BUCKET_BYTES * 7 // 8
-"""Part of the bucket of jobs for users and admins; the rest is for changes of existing records."""
+"""Part of the bucket of jobs for users and admins; the rest is for changes to existing records."""
 _DELETE = "delete old runs (`tinkermq delete`)"
 _WAIT = "wait for the end of others, or stop some (`tinkermq stop`)"
 _ADVICE = {
@@ -446,7 +446,7 @@ _ADVICE = {
 
 
 def reserved_bytes(config: JobConfig) -> int:
-    """Return the bytes that a job's limits allow for its streams."""
+    """Return the bytes that a job's limits reserve for its streams."""
     limits = config.limits
     segments = limits.segment_bytes if config.keeps_segments else 0
     checkpoints = limits.checkpoint_bytes if config.storage.url == BROKER else 0
@@ -455,13 +455,13 @@ def reserved_bytes(config: JobConfig) -> int:
 
 
 def stored_bytes(record: JobRecord | None) -> int:
-    """Return the bytes of a job's streams that count in quotas: none before they are created."""
+    """Return the bytes of a job's streams that count in quotas; 0 before they are created."""
     counts = record is not None and (not is_final(record) or record.has_streams)
     return record.stored_bytes if record is not None and counts else 0
 
 
 def holdings(records: Iterable[JobRecord], num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return what the jobs of one user hold; `num_bytes` are the sizes of records by key."""
+    """Return what the jobs of a user hold; `num_bytes` are the sizes of records by key."""
     held = dict.fromkeys(_ADVICE, 0)
     for record in records:
         held["max_jobs"] += 1
@@ -476,7 +476,7 @@ def holdings(records: Iterable[JobRecord], num_bytes: Mapping[str, int]) -> dict
 
 
 def check_room(user: str, quota: Quota, held: Mapping[str, int], **more: int) -> None:
-    """Raise QuotaError if a user who holds `held` may not hold `more`, by names of bounds."""
+    """Raise QuotaError if a user holding `held` may not hold `more`, by names of bounds."""
     for name, number in more.items():
         most, has = getattr(quota, name), held.get(name, 0)
         what, advice = _ADVICE[name]
@@ -491,7 +491,7 @@ def check_room(user: str, quota: Quota, held: Mapping[str, int], **more: int) ->
 
 
 def check_bucket(total_bytes: int, more: int, *, is_admin: bool) -> None:
-    """Raise QuotaError if the records of all users leave no room for one of `more` bytes."""
+    """Raise QuotaError if the records of all users leave no room for another of `more` bytes."""
     most = ADMINS_BYTES if is_admin else USERS_BYTES
     if total_bytes + more > most:
         raise QuotaError(

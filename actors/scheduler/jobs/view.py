@@ -47,7 +47,7 @@ _AT_ONCE = 64
 
 
 class ArchivedFields(Message):
-    """The fields of a job's record of which an archive is made up."""
+    """The fields of a job's record that an archive entry needs."""
 
     job: str
     """Job id."""
@@ -80,7 +80,7 @@ class ArchivedJob:
     run_dir: str
     """Folder of the run."""
     num_bytes: int
-    """Of its record."""
+    """Size of its record."""
 
 
 class ArchivedJobs:
@@ -95,7 +95,7 @@ class ArchivedJobs:
         self._names: dict[tuple[str, str], ArchivedJob] = {}
         self._bytes: dict[str, int] = {}
         self.turns = FairLock()
-        """Turns of the users who request long lists."""
+        """Turns of users who request long lists."""
 
     async def open(self) -> None:
         """Read the archived jobs."""
@@ -107,7 +107,7 @@ class ArchivedJobs:
         self._add(_kept(record, len(record.to_bytes())))
 
     def drop(self, job: str) -> None:
-        """Remove a job that was deleted or restored; an unknown one is ignored."""
+        """Remove a deleted or restored job; an unknown one is ignored."""
         removed = self._jobs.pop(job, None)
         if removed is not None:
             del self._of_user[removed.user][job]
@@ -130,18 +130,18 @@ class ArchivedJobs:
         return len(self._jobs)
 
     def named(self, user: str, name: str) -> str | None:
-        """Return the id of the archived job of a user that has this name, or None."""
+        """Return the id of the user's archived job with this name, or None."""
         match = self._names.get((user, name))
         return None if match is None else match.job
 
     def held(self, user: str) -> tuple[int, int]:
-        """Return how many archived jobs a user has, and the bytes of their records."""
+        """Return the number of a user's archived jobs, and the bytes of their records."""
         return len(self._of_user.get(user, {})), self._bytes.get(user, 0)
 
     async def find(self, user: str, name: str, *, of_all: bool = False) -> JobRecord | None:
-        """Return an archived job of a user by its id or the name of its run, or None.
+        """Return a user's archived job by its id or run name, or None.
 
-        With `of_all` also anybody's by its id.
+        With `of_all`, also any user's job by its id.
         """
         known = self._of_user.get(user, {}).get(name) or self._names.get((user, name))
         if known is None and of_all:
@@ -151,7 +151,7 @@ class ArchivedJobs:
     async def read(self, jobs: Iterable[JobRecord | ArchivedJob], reader: str) -> list[JobRecord]:
         """Return the records of jobs, reading archived ones; deleted jobs are left out.
 
-        Some are read at once, then it is another `reader`'s turn.
+        Records are read in batches, and `reader`s take turns.
         """
         ids = list(jobs)
         archived = [job for job in ids if isinstance(job, ArchivedJob)]
@@ -178,16 +178,16 @@ def _kept(job: ArchivedFields | JobRecord, num_bytes: int) -> ArchivedJob:
 
 @dataclass(frozen=True)
 class RetentionLimits:
-    """How many ended jobs are not archived, with their streams at the broker."""
+    """Limits on ended jobs that are not archived and keep their streams at the broker."""
 
     of_user: int = 100
-    """Newest jobs of each user."""
+    """Number of newest jobs per user."""
     of_all: int = 1000
-    """Jobs of all users together: the oldest of the user with the most is archived first."""
+    """Number of jobs of all users: the oldest of the user with the most is archived first."""
 
 
 _Ended = Mapping[str, Mapping[str, float]]
-"""By user, the jobs that have ended and when, by key."""
+"""Ended jobs and their end times by user and key."""
 
 
 def beyond(ended: _Ended, keeping: RetentionLimits) -> Iterator[str]:
@@ -211,9 +211,9 @@ def beyond(ended: _Ended, keeping: RetentionLimits) -> Iterator[str]:
 # -- all jobs --------------------------------------------------------------------------------------
 
 PAGE_RECORDS, PAGE_BYTES = 1000, 1 << 20
-"""Of one answer, which holds at least one record."""
+"""Limits of one answer, which has at least one record."""
 PAGE_ARCHIVED = 200
-"""Of these, archived ones: each is read before the answer goes."""
+"""Limit of archived records in one answer, as each is read before the answer is sent."""
 
 
 class JobsView:
@@ -226,11 +226,11 @@ class JobsView:
         self.live: dict[str, JobRecord] = {}
         """Jobs that have not ended, by key."""
         self.waits: dict[str, tuple[int, str]] = {}
-        """The place in the queue of each job that waits, from 1, and why it waits, by key."""
+        """Queue position (from 1) and reason of each waiting job, by key."""
         self.archive = ArchivedJobs(broker)
-        """Jobs that are archived."""
+        """Archived jobs."""
         self.ended: dict[str, dict[str, float]] = {}
-        """By user, the ended jobs that are not archived, with their ends, by key."""
+        """Ended jobs that are not archived, with their end times, by user."""
         self._untold: set[str] = set()
         self._removals: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
@@ -279,14 +279,14 @@ class JobsView:
         return self._locks.setdefault(user, asyncio.Lock())
 
     def enter_archived(self, record: JobRecord) -> None:
-        """Enter that the record of an archived job has left the bucket of jobs."""
+        """Record that an archived job's record has left the bucket of jobs."""
         key = key_of(record)
         self._jobs.drop(key)
         self._gone(key)
         self.archive.enter(record)
 
     def enter(self, entry: Entry[JobRecord]) -> None:
-        """Enter a record that was just read or written, unless a newer one is known."""
+        """Add a record that was just read or written, unless a newer one is present."""
         newest = self._jobs.put(entry)
         key, record = newest.key, newest.value
         named = (record.user, record.name)
@@ -299,7 +299,7 @@ class JobsView:
             self._places[key] = _place(record)
             size = self._of_user.setdefault(record.user, {})[key] = size_of(record)
             self._num_bytes += size
-            self.archive.drop(record.job)  # if both buckets have it, this one counts
+            self.archive.drop(record.job)  # if both buckets have it, this one is valid
         if record.untold and record.has_streams:
             self._untold.add(key)
         else:
@@ -334,7 +334,7 @@ class JobsView:
         self.ended.get(key.partition(".")[0], {}).pop(key, None)
 
     def find(self, user: str, name: str) -> JobRecord | None:
-        """Return a job of `user`, unless it is archived, by its id or the name of its run."""
+        """Return a job of `user` by its id or run name, unless it is archived."""
         key = f"{user}.{name}"
         entry = self._jobs.entries.get(key) or self._jobs.entries.get(
             self._names.get((user, name), key)
@@ -352,7 +352,7 @@ class JobsView:
         return record
 
     async def steered(self, user: str, name: str) -> JobRecord:
-        """Return a job that `user` may control: an own one, for an admin anyone's by its id.
+        """Return a job that `user` may control: an own job, or for an admin any job by its id.
 
         Raises NotFoundError.
         """
@@ -364,7 +364,7 @@ class JobsView:
         return await self.get(user, name)
 
     def offers(self) -> list[TrainerOffer]:
-        """Return the base models of the services for the Tinker API that have not ended."""
+        """Return the base models of the running services for the Tinker API."""
         collected: list[TrainerOffer] = []
         for record in self.live.values():
             if record.kind == "tinker" and record.configured and not is_final(record):
@@ -380,7 +380,7 @@ class JobsView:
         return sorted(collected, key=lambda offer: offer.base)
 
     def records(self, user: str | None = None) -> list[JobRecord]:
-        """Return the jobs of a user, or of all, newest first."""
+        """Return the jobs of a user, or of all users, newest first."""
         entries = self._jobs.entries
         keys = self._places if user is None else self._of_user.get(user, {})
         newest_first = sorted(keys, key=self._places.__getitem__, reverse=True)
@@ -393,7 +393,7 @@ class JobsView:
     def with_archived(
         self, records: Iterable[JobRecord], user: str | None
     ) -> list[JobRecord | ArchivedJob]:
-        """Return jobs and the archived ones of a user, or of all, newest first."""
+        """Return jobs and archived jobs of a user, or of all users, newest first."""
         return sorted((*records, *self.archive.of(user)), key=_place, reverse=True)
 
     def page(
@@ -401,8 +401,8 @@ class JobsView:
     ) -> tuple[list[JobRecord | ArchivedJob], str]:
         """Return the jobs of one page, newest first, and the start of the next page.
 
-        `after` is the start that the page before returned; empty for the first page. The last page
-        returns an empty one.
+        `after` is the start returned with the previous page; empty for the first page. The last
+        page returns an empty start.
         """
         collected: list[JobRecord | ArchivedJob] = []
         num_bytes = num_archived = 0
@@ -430,12 +430,12 @@ class JobsView:
         return (entry.value for entry in self._jobs.entries.values())
 
     def owner_of(self, user: str, name: str) -> str | None:
-        """Return the id of the job of a user that has this name, or None if it is free."""
+        """Return the id of the user's job with this name, or None if the name is free."""
         key = self._names.get((user, name))
         return self.archive.named(user, name) if key is None else key.partition(".")[2]
 
     def untold(self) -> list[JobRecord]:
-        """Return the jobs, also ended ones, with events to publish."""
+        """Return the jobs with events to publish, including ended jobs."""
         return [self._jobs.entries[key].value for key in self._untold]
 
     def removals(self) -> list[JobRecord]:
@@ -444,16 +444,16 @@ class JobsView:
 
     @property
     def num_removals(self) -> int:
-        """Number of these jobs."""
+        """Number of jobs to archive, restore or delete."""
         return len(self._removals)
 
     def at(self, key: str) -> JobRecord | None:
-        """Return the job that has this key, unless it is archived."""
+        """Return the job with this key, unless it is archived."""
         entry = self._jobs.entries.get(key)
         return None if entry is None else entry.value
 
     def unread(self) -> list[JobRecord]:
-        """Return the live jobs whose configuration was not parsed yet."""
+        """Return the live jobs with an unparsed configuration."""
         return [
             record
             for key, record in self.live.items()
@@ -461,7 +461,7 @@ class JobsView:
         ]
 
     def config(self, record: JobRecord) -> JobConfig:
-        """Return the parsed configuration, which cannot change within an attempt.
+        """Return the parsed configuration, which does not change within an attempt.
 
         Raises ConfigError.
         """
@@ -472,20 +472,20 @@ class JobsView:
         return cached[1]
 
     def quota(self, user: str) -> Quota:
-        """Return what a user may hold."""
+        """Return the quota of a user."""
         entry = self._users.entries.get(f"{USER}.{user}")
         unknown = Quota() if self.has_users else NO_BOUNDS
         return unknown if entry is None else entry.value
 
     def tinker_tokens(self, user: str) -> int:
-        """Return the tokens that Tinker services have computed for a user, ended ones included."""
+        """Return the tokens computed for a user by Tinker services, including ended ones."""
         return sum(
             record.tinker_tokens.get(user, 0) + record.tinker_sampled.get(user, 0)
             for record in self._every()
         )
 
     def held(self, user: str) -> dict[str, int]:
-        """Return what a user holds, by the names of the bounds of a quota."""
+        """Return a user's holdings, by the names of a quota's bounds."""
         held = holdings(self._own(user), self._of_user.get(user, {}))
         num_jobs, num_bytes = self.archive.held(user)
         held["max_jobs"] += num_jobs
@@ -497,15 +497,15 @@ class JobsView:
         check_priority(user, priority, self.quota(user))
 
     def check_room(self, user: str, **more: int) -> None:
-        """Raise QuotaError if a user may not hold so much more, by the name of the bound."""
+        """Raise QuotaError if a user may not hold this much more, by the name of the bound."""
         check_room(user, self.quota(user), self.held(user), **more)
 
     def check_alone(self, user: str, actors: Sequence[ActorPlacement]) -> None:
-        """Raise QuotaError if a user who held nothing else could not hold these actors."""
+        """Raise QuotaError if a user without other holdings could not hold these actors."""
         check_room(user, self.quota(user), {}, max_slots=slots_of(actors), max_actors=len(actors))
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
-        """Raise QuotaError unless there is room for a record, or for what it grows by."""
+        """Raise QuotaError unless there is room for a record, or for its growth."""
         user, new = after.user, size_of(after)
         more = new - (size_of(before) if before is not None else 0)
         if more > 0:
@@ -527,19 +527,19 @@ class JobsView:
         }
 
     def is_admin(self, user: str) -> bool:
-        """Return whether a user may see and steer everybody's jobs."""
+        """Return whether a user may see and control all users' jobs."""
         entry = self._users.entries.get(f"{USER}.{user}")
         return entry is not None and entry.value.role == "admin"
 
     def may_administer(self, user: str) -> bool:
-        """Return whether a user has an admin's rights; in a pool without users everybody has."""
+        """Return whether a user has admin rights; in a pool without users, everyone has."""
         return not self.has_users or self.is_admin(user)
 
     def shares(self, aging_s: float) -> UserShares:
-        """Return what each user holds and may hold; a waiting job gains a point every `aging_s`.
+        """Return all users' holdings and quotas; a waiting job gains a point every `aging_s`.
 
-        Missing actors of a running job count as held, so that no other job of its user takes their
-        room.
+        Missing actors of a running job count as held, so that its user's other jobs do not take
+        their room.
         """
         users = [entry.value for entry in self._users.entries.values()]
         unknown = Quota() if self.has_users else NO_BOUNDS
@@ -551,7 +551,7 @@ class JobsView:
         return shares
 
     def with_queue_place(self, record: JobRecord) -> JobRecord:
-        """Return a record with its place in the queue, if it is queued."""
+        """Return a record with its queue position, if it is queued."""
         if record.state != "QUEUED":
             return record
         place, why = self.waits.get(key_of(record), (0, ""))
@@ -572,12 +572,12 @@ def key_of(record: JobRecord) -> str:
 
 
 def size_of(record: JobRecord) -> int:
-    """Return the bytes of a record as it is stored."""
+    """Return the stored size of a record."""
     return len(record.to_bytes())
 
 
-# Unreadable records, and those under a wrong key. Readers skip and log them; `DamageReport` lists
-# them. It reads whole buckets, so its result is reused for a while.
+# Unreadable records, and records under a wrong key. Readers skip and log them; `DamageReport` lists
+# them. It reads whole buckets, so its result is cached for a while.
 
 _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
     (subjects.BUCKET_JOBS, JobRecord, ""),
@@ -597,10 +597,10 @@ _MAX_TEXT = 500
 
 
 class DamageReport:
-    """The damaged records, as of some seconds ago."""
+    """The damaged records, cached for some seconds."""
 
     def __init__(self, broker: Broker) -> None:
-        """Start without a report."""
+        """There is no report yet."""
         self._broker = broker
         self._damaged: list[DamagedRecord] = []
         self._looked = float("-inf")
@@ -638,15 +638,15 @@ class Versions:
     """Reads the heartbeats of learners."""
 
     def __init__(self, broker: Broker, jobs: JobStore) -> None:
-        """Start without heartbeats."""
+        """There are no heartbeats yet."""
         self._broker = broker
         self._jobs = jobs
         self._read = float("-inf")
 
     async def refresh(self, active: Sequence[JobRecord]) -> dict[str, Presence] | None:
-        """Enter the versions that these jobs' learners report, every few seconds.
+        """Store the versions reported by these jobs' learners, every few seconds.
 
-        Returns their heartbeats by the keys of the jobs; None if it is not due.
+        Returns their heartbeats by job key; None if not due.
         """
         if time.monotonic() - self._read < _EVERY_S:
             return None
@@ -667,9 +667,9 @@ class Versions:
 
 
 async def last_version(broker: Broker, record: JobRecord) -> int:
-    """Return the version at which a job has ended: that of its learner's last report.
+    """Return the version at which a job ended, from its learner's last report.
 
-    Its heartbeat has expired, and was only read every two seconds.
+    The heartbeat has expired, and was only read every two seconds.
     """
     if not record.trains:
         return record.version

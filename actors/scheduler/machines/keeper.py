@@ -1,11 +1,11 @@
 """Request machines from a cluster and release them, as the queue needs them.
 
-Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. It
-only remembers idle times, failures and when nodes were alive, so it may be killed at any time: its
-successor finds all machines in the cluster by their names, and gives running ones time to join.
-Use of the day's budget is stored each turn, per machine.
+Level-triggered: each turn reads the cluster, the nodes and the queue, decides and acts. Only idle
+times, failures and the times when nodes were alive are kept in memory, so it may be killed at any
+time: its successor finds all machines in the cluster by their names, and gives running ones time to
+join. Use of the day's budget is stored each turn, per machine.
 
-A node is closed to new actors in one turn and released in the next, if nothing came in between.
+A node is closed to new actors in one turn and released in the next, if nothing arrived in between.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from ..placement import NodeSlots, PlacementRequest, UserShares, place
 from .source import Machine, MachineNames, MachineSource
 
 # How many machines to request and which to release (pure). The queue is placed as if more machines
-# existed; those that it then uses are missing. So quotas, priorities and reserved slots count as
-# they do for nodes.
+# existed; the machines that it then uses are requested. So quotas, priorities and reserved slots
+# count as they do for nodes.
 
 _NEW = "~new-"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the machines of a pool."""
+    """Limits of a pool's machines."""
 
     least: int
     most: int
@@ -53,31 +53,31 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Demand:
-    """The queue and the nodes at one moment."""
+    """The queue and the nodes at a point in time."""
 
     queue: Sequence[PlacementRequest]
     nodes: Sequence[NodeSlots]
     shares: UserShares
     busy: frozenset[str]
-    """Nodes that run actors, or will."""
+    """Nodes that run actors or will run some."""
     now: float
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now."""
+    """The decision of a turn."""
 
     ask: int = 0
     give_back: tuple[str, ...] = ()
-    """Names of machines."""
+    """Names of machines to release."""
     why: str = ""
     """Why no more machines are requested; empty if no more are needed."""
 
 
 def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False) -> int:
-    """Return how many machines of `slots` slots, at most `room`, the queue needs beside the nodes.
+    """Return how many more machines of `slots` slots, at most `room`, the queue needs.
 
-    With `gpus` their slots are those. Work: one placing of the queue, none where nothing waits.
+    With `gpus` their slots are GPUs. Cost: one placement of the queue, none if nothing waits.
     """
     if not demand.queue or room <= 0:
         return 0
@@ -89,7 +89,7 @@ def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False
 
 
 def machines_of(slots: int, count: int, *, gpus: bool) -> list[NodeSlots]:
-    """Return idle nodes as further machines would be."""
+    """Return further machines as idle nodes."""
     names = (f"{_NEW}{number:05d}" for number in range(count))
     return [NodeSlots(name, slots, frozenset(range(slots)), are_gpus=gpus) for name in names]
 
@@ -103,8 +103,8 @@ def decide(
 ) -> Decision:
     """Decide from the existing `machines` (by name, oldest first) and the number `needed`.
 
-    `needed` counts machines beyond the existing nodes; `idle_s` are the idle times of idle ones;
-    `slot_hours` were used today.
+    `needed` counts machines beyond the existing nodes; `idle_s` are the idle times of idle
+    machines; `slot_hours` is today's use.
     """
     budget = bounds.slot_hours_per_day
     staying = [name for name, state in machines.items() if state != "draining"]
@@ -128,24 +128,24 @@ LAST_PAUSE_S = 600.0
 
 
 class RequestBackoff:
-    """A pause that doubles with every failure, and ends with the first success."""
+    """A pause that doubles with every failure and ends with the first success."""
 
     def __init__(self) -> None:
-        """Start without a failure."""
+        """There was no failure yet."""
         self.trouble = ""
         """The last failure; empty after a success."""
         self._num_failures = 0
         self._until = float("-inf")
 
     def failed(self, why: str) -> None:
-        """Note a failure; the pause starts again."""
+        """Record a failure; the pause starts again."""
         self.trouble = why
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LAST_PAUSE_S)
         self._until = time.monotonic() + pause_s
         self._num_failures += 1
 
     def succeeded(self) -> None:
-        """Note that a machine has joined."""
+        """Record that a machine has joined."""
         self.__init__()
 
     def is_over(self) -> bool:
@@ -154,8 +154,8 @@ class RequestBackoff:
 
 
 # Use of a day's budget: each turn stores how long each machine ran today by the cluster's clock.
-# Counting again changes nothing, and time without a scheduler is counted for machines that still
-# run; those that ended meanwhile count up to the last turn.
+# Counting twice changes nothing, and time without a scheduler is counted for machines that still
+# run; machines that ended meanwhile count up to the last turn.
 
 KEY = "spent"
 _DAY_S = 86400.0
@@ -165,12 +165,12 @@ class Spending:
     """The record of a day's use."""
 
     def __init__(self, broker: Broker) -> None:
-        """Start without a record."""
+        """There is no record yet."""
         self._bucket = Bucket(broker, BUCKET_MACHINES, MachineSpending)
         self._known: MachineSpending | None = None
 
     async def record_use(self, machines: Sequence[Machine], now: float) -> float:
-        """Note the machines running at `now` (seconds since the epoch); return that day's use."""
+        """Record the machines running at `now` (seconds since the epoch); return that day's use."""
         before = self._known or await self._read()
         self._known = spent(before, machines, now)
         if self._known != before and self._known.seconds:
@@ -202,12 +202,12 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class MachineKeeper:
-    """Keeps as many machines as the queue needs, within bounds."""
+    """Keeps as many machines as the queue needs, within the limits."""
 
     def __init__(
         self, broker: Broker, config: MachinesConfig, url: str, source: MachineSource, pool: Nodes
     ) -> None:
-        """Start without requests; `url` names the pool."""
+        """There are no requests yet; `url` identifies the pool."""
         self._config = config
         self._source = source
         self._pool = pool
@@ -216,10 +216,10 @@ class MachineKeeper:
         self._patience = RequestBackoff()
         self._idle_since: dict[str, float] = {}
         self._here_at: dict[str, float] = {}
-        """When the nodes of machines were last alive, by their ids, for machines that have joined.
-        Machines that ran when this scheduler started count as alive then."""
+        """Times when the nodes of joined machines were last alive, by id. Machines that ran when
+        this scheduler started count as alive at that time."""
         self._returned_at: dict[str, float] = {}
-        """When machines were returned, by their ids."""
+        """Times when machines were released, by id."""
         self._known: dict[str, Machine] | None = None
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
@@ -235,14 +235,14 @@ class MachineKeeper:
         return self._state
 
     async def run(self, waiting: Callable[[], Demand], may_act: Callable[[], bool]) -> None:
-        """Run turns for ever; act only while `may_act`, until another scheduler takes over."""
+        """Run turns forever; act only while `may_act`, until another scheduler takes over."""
         while self._config.most:
             if may_act():
                 await self._try(waiting)
             await asyncio.sleep(self._config.look_s)
 
     async def _try(self, waiting: Callable[[], Demand]) -> None:
-        """Poll once; report a cluster that does not answer, and try again at the next poll."""
+        """Poll once; report a cluster that does not answer, and retry at the next poll."""
         try:
             await self._turn(waiting)
         except TinkermqError as error:
@@ -288,7 +288,7 @@ class MachineKeeper:
         return (self._patience.trouble if matters else "") or decision.why
 
     async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
-        """Return machines that were requested twice; the one that is further, or older, stays."""
+        """Remove machines requested twice; the one that is further along, or older, is kept."""
         first: dict[str, Machine] = {}
         for machine in sorted(machines, key=lambda item: item.state == "asked"):
             if machine.name in first:
@@ -297,7 +297,7 @@ class MachineKeeper:
         return sorted(first.values(), key=lambda item: self._names.number(item.name))
 
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
-        """Note machines that joined, and those that ended before they joined."""
+        """Record machines that joined, and machines that ended before they joined."""
         now = {item.machine.id: item for item in seen}
         joined = {"here"} if self._known is not None else {"here", "coming"}
         here = {number for number, item in now.items() if item.state in joined}
@@ -341,7 +341,7 @@ class MachineKeeper:
             await self._request(self._names.free([*seen, *nodes], decision.ask))
 
     async def _request(self, names: Sequence[str]) -> None:
-        """Request machines; report what the cluster refuses, and wait before a retry."""
+        """Request machines; report refusals by the cluster, and wait before a retry."""
         try:
             for name in names:
                 await self._source.request_machine(name)
@@ -352,7 +352,7 @@ class MachineKeeper:
             _log.warning("machine_refused", error=error.message, hint=error.hint)
 
     async def _give_back(self, machine: Machine, *, has_joined: bool) -> None:
-        """Return a machine; its node drains if it has joined. End one that does not drain."""
+        """Release a machine: drain its node if it has joined, and end one that does not drain."""
         given_at = self._returned_at.get(machine.id)
         if given_at is not None and time.monotonic() - given_at < self._config.drain_s:
             return  # a second signal would end it at once

@@ -1,9 +1,9 @@
-"""Machines of Kubernetes: a pod for each, whose one container is the node.
+"""Machines on Kubernetes: one pod each, with the node as its only container.
 
-A pod has its machine's name, and names are unique in a namespace: a repeated request, after a kill
-in between, creates one machine. Pods are found again by a label. A deleted, evicted or preempted
-pod gets SIGTERM and its grace period; a node drains on any SIGTERM. An ended pod is kept, with its
-log, until its name is requested again.
+A pod has its machine's name, and names are unique in a namespace: a request repeated after a kill
+creates only one machine. Pods are found by a label. A deleted, evicted or preempted pod gets
+SIGTERM and its grace period; a node drains on any SIGTERM. An ended pod is kept, with its log,
+until its name is requested again.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ POOL_LABEL = "tinkermq.pool"
 CONTAINER = "node"
 _GPU = "nvidia.com/gpu"
 _TIMEOUT_S = (5.0, 25.0)
-"""To connect, and to answer."""
+"""Time to connect and to answer."""
 _PAGE = 500
 _NOT_FOUND, _CONFLICT = 404, 409
 _ENDED = frozenset({"Succeeded", "Failed"})
@@ -60,7 +60,7 @@ class KubernetesSource:
         await self._call_api(lambda api: _made(api, self._config.namespace, name, made))
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Delete exactly this pod: with its grace period, or a short one if no node has joined."""
+        """Delete this pod only, with its grace period, or a short one if no node has joined."""
         grace_s = None if drain else _GRACE_S
         await self._call_api(
             lambda api: _deleted(api, self._config.namespace, machine.name, machine.id, grace_s)
@@ -116,7 +116,7 @@ def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": config.drain_s,
             "automountServiceAccountToken": False,
-            "shareProcessNamespace": True,  # its first process takes orphans that have ended
+            "shareProcessNamespace": True,  # its first process reaps orphans
             "containers": [container],
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
         },
@@ -192,7 +192,7 @@ def _listed(api: "CoreV1Api", namespace: str, selector: str) -> list["V1Pod"]:
 
 
 def _made(api: "CoreV1Api", namespace: str, name: str, made: Any) -> None:
-    """Create a pod; an ended one of that name is replaced, a running one is returned."""
+    """Create a pod, replacing an ended pod of that name; a running one is returned."""
     from kubernetes.client.exceptions import ApiException
 
     try:
@@ -215,7 +215,7 @@ def _deleted(api: "CoreV1Api", namespace: str, name: str, uid: str, grace_s: int
     try:
         api.delete_namespaced_pod(name, namespace, body=options, _request_timeout=_TIMEOUT_S)
     except ApiException as error:
-        if _status(error) not in (_NOT_FOUND, _CONFLICT):  # another pod has the name by now
+        if _status(error) not in (_NOT_FOUND, _CONFLICT):  # another pod took the name
             raise
 
 
@@ -237,7 +237,7 @@ def _has_ended(pod: "V1Pod") -> bool:
 
 
 def _started(pod: "V1Pod") -> float | None:
-    """Return when the container of the node began; None: it has not."""
+    """Return when the node's container started; None: not yet."""
     for status in (pod.status.container_statuses if pod.status else None) or []:
         running = status.state.running if status.state else None
         if status.name == CONTAINER and running is not None and running.started_at is not None:
@@ -246,7 +246,7 @@ def _started(pod: "V1Pod") -> float | None:
 
 
 def _why(pod: "V1Pod") -> str:
-    """Return what a pod waits for: room, its image, its volumes."""
+    """Return why a pod waits: for room, its image, or its volumes."""
     if pod.status is None or _started(pod) is not None:
         return ""
     for status in pod.status.container_statuses or []:

@@ -1,17 +1,16 @@
-"""Machines of Ray: a job for each, which holds CPUs or GPUs of a Ray node and runs our node there.
+"""Machines on Ray: one job each, which holds CPUs or GPUs of a Ray node and runs our node there.
 
 Jobs are submitted over HTTP, as `ray job submit` does, so the scheduler does not need Ray, and Ray
-does not need this package. A job's submission id is the machine's name and the number of times that
-it was requested, and Ray accepts each id once: a repeated request, after a kill in between, creates
-one machine.
+does not need this package. A job's submission id is the machine's name and the number of its
+request. Ray accepts each id once, so a request repeated after a kill creates only one machine.
 
-Ray ends a job by SIGTERM to each process below it. Actors would end at once on that and the node's
-own signal, so the node is detached (`_SCRIPT`): the shell that Ray started passes one signal on,
-and ends when the node has. If Ray kills the shell, as it does when a Ray node leaves, the node
-drains. A job that is stopped as it starts does not start a node, or ends it.
+Ray ends a job by SIGTERM to each of its processes. With that signal and the node's own signal,
+actors would end at once, so the node is detached (`_SCRIPT`): the shell started by Ray forwards one
+signal, and ends after the node. If Ray kills the shell, for example when a Ray node leaves, the
+node drains. A job that is stopped during its start does not start a node, or ends it.
 
 Ray reports when a job was submitted, not when it started: a machine's time counts from when it was
-last seen waiting, which is remembered, or else from its submission.
+last seen waiting, or else from its submission.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ done
 : > $notes/ended
 kill -0 $outer 2> /dev/null || rm -rf $notes
 """
-"""Runs beside the job: the node, and a shell that passes a signal on to it.
+"""Runs beside the job: the node, and a shell that forwards a signal to it.
 
 Until it is `up`, the node's process is a shell that would drop the signal.
 """
@@ -81,7 +80,7 @@ class RaySource:
         self._url = url
         self._names = MachineNames(url)
         self._waited: dict[str, float] = {}
-        """When a machine was last seen waiting, by its id in the cluster."""
+        """Times when machines were last seen waiting, by id in the cluster."""
 
     async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
@@ -106,7 +105,7 @@ class RaySource:
         reply = await self._send("POST", "/api/jobs/", submission(self._config, job, node))
         if reply.status >= 300 and not await self._is_there(job):
             raise _refusal(reply)
-        for time_asked in before:  # ended jobs, whose ids are never accepted again
+        for time_asked in before:  # ended jobs; their ids are never accepted again
             await self._send("DELETE", f"/api/jobs/{name}.{time_asked}")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
@@ -142,14 +141,14 @@ class RaySource:
 
 
 def _token() -> str:
-    """Return the headers that Ray's own tools would send: from the environment, or a file."""
+    """Return the headers that Ray's own tools would send, from the environment or a file."""
     token = os.environ.get(TOKEN_VARIABLE)
     if token:
         return token
     file = os.environ.get(f"{TOKEN_VARIABLE}_PATH") or "~/.ray/auth_token"
     try:
         return Path(file).expanduser().read_text().strip()
-    except (OSError, RuntimeError):  # without a file, or a home folder
+    except (OSError, RuntimeError):  # there is no file, or no home folder
         return ""
 
 

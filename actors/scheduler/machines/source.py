@@ -1,7 +1,7 @@
 """The interface to a cluster: list machines, request one, release one.
 
-A source stores nothing: requests are found again in the cluster by name, so its caller may be
-killed between any two calls. A machine has the name of the node that it starts.
+A source stores nothing: requests are found in the cluster by name, so its caller may be killed
+between any two calls. A machine has the name of its node.
 """
 
 import asyncio
@@ -27,26 +27,26 @@ class Machine:
     id: str
     """Its id in the cluster."""
     state: Literal["asked", "started", "leaving"]
-    """leaving: the cluster is reclaiming it."""
+    """State of the machine; leaving: the cluster is reclaiming it."""
     started: float | None = None
     """In seconds since the epoch; None: not yet."""
     ends: float | None = None
-    """When its time limit ends; None: never, or unknown."""
+    """When its time limit ends, in seconds since the epoch; None: never, or unknown."""
     why: str = ""
-    """Reason of its wait, in the cluster's words."""
+    """Reason for its wait, in the cluster's words."""
     log: str = ""
     """The log file of its node, on the machine."""
 
 
 class MachineSource(Protocol):
-    """Where machines come from; errors are TinkermqError in the cluster's words."""
+    """A cluster's machines; errors are TinkermqError in the cluster's words."""
 
     async def list_machines(self) -> list[Machine]:
         """Return all machines of this pool at the cluster."""
         ...
 
     async def request_machine(self, name: str) -> None:
-        """Request a machine; of two requests with one name only one ever runs.
+        """Request a machine; of two requests with the same name only one ever runs.
 
         Raises PlacementError if the cluster refuses it.
         """
@@ -76,7 +76,7 @@ class MachineNames:
         return int(name.removeprefix(self.prefix))
 
     def free(self, used: Iterable[str], count: int) -> list[str]:
-        """Return the first free names, so that a repeated request is the same."""
+        """Return the first free names, so that a repeated request is identical."""
         known = set(used)
         collected: list[str] = []
         number = 1
@@ -180,7 +180,7 @@ async def request(
 
 
 async def _text(reply: httpx.Response) -> str:
-    """Read an answer to its end; raise for one without end."""
+    """Read an answer to its end; raise for an endless one."""
     body = bytearray()
     async for part in reply.aiter_bytes():
         body += part

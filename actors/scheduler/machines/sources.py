@@ -1,4 +1,4 @@
-"""The source of machines for a configuration, and those that command lines reach: SSH and Slurm."""
+"""The source of machines for a configuration, and the sources with commands: SSH and Slurm."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from .kubernetes import KubernetesSource
 from .ray import RaySource
 from .source import CommandHints, Machine, MachineNames, MachineSource, run_command
 
-# -- SSH: machines that are always there -----------------------------------------------------------
+# -- SSH: machines that always exist ---------------------------------------------------------------
 # A machine's number is its host's place in the list. `flock` holds a lock on the host as long as
 # its node runs: a second start finds it held, and a poll tries to share it. A host that does not
 # answer is reported with ssh's reason and not used meanwhile.
@@ -36,21 +36,21 @@ class SSHSource:
     """Runs nodes on hosts that `ssh` reaches without a password."""
 
     def __init__(self, config: MachinesConfig, url: str) -> None:
-        """Have nodes reach the broker at `url`."""
+        """Nodes connect to the broker at `url`."""
         self._config = config
         self._url = url
         prefix = MachineNames(url).prefix
         self._hosts = {f"{prefix}{number}": host for number, host in enumerate(config.hosts, 1)}
 
     async def list_machines(self) -> list[Machine]:
-        """Return the hosts on which a node of this pool runs, or that do not answer."""
+        """Return the hosts that run a node of this pool, and hosts that do not answer."""
         results = await asyncio.gather(*(self._read_machine(name) for name in self._hosts))
         return [item for item in results if item is not None]
 
     async def request_machine(self, name: str) -> None:
-        """Start a node in the background of its host; harmless where it runs.
+        """Start a node in the background of its host; harmless if it runs.
 
-        Raises PlacementError with ssh's reason, or where there are no more hosts.
+        Raises PlacementError with ssh's reason, or if there are no more hosts.
         """
         if name not in self._hosts:
             raise errors.PlacementError(
@@ -62,7 +62,7 @@ class SSHSource:
         await self._run(name, f"{_FOLDER}; {held} < /dev/null >> {log} 2>&1 &")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """End the node, which drains whether it is asked to or not; harmless if it has ended."""
+        """End the node, which always drains; harmless if it has ended."""
         name = machine.name
         await self._run(
             name, f"{_FOLDER}; flock -n -s {name}.lock true || kill -TERM $(cat {name}.pid)"
@@ -75,7 +75,7 @@ class SSHSource:
             output = await self._run(name, f"{_FOLDER}; {tell}")
         except (errors.PlacementError, errors.DeadlineError, errors.NotFoundError) as error:
             return Machine(name, host, "leaving", why=error.message, log=log)
-        # Files that a shell reads first, such as .bashrc, may have written something before.
+        # Files that a shell reads first, such as .bashrc, may have written output before.
         started = output.rstrip().rpartition("\n")[2]
         if not started.isdecimal():
             return None
@@ -118,10 +118,10 @@ _NO_REASON = frozenset({"None", "(null)"})
 
 
 class SlurmSource:
-    """Asks by sbatch, looks by squeue, gives back by scancel."""
+    """Requests machines with sbatch, lists them with squeue, releases them with scancel."""
 
     def __init__(self, config: MachinesConfig, url: str) -> None:
-        """Have nodes reach the broker at `url`."""
+        """Nodes connect to the broker at `url`."""
         self._config = config
         self._url = url
         self._names = MachineNames(url)
@@ -140,7 +140,7 @@ class SlurmSource:
         await _run(["sbatch", *arguments, f"--wrap={self._script(name)}"])
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Have the node drain, or cancel the job: SIGTERM, SIGKILL after Slurm's KillWait."""
+        """Drain the node, or cancel the job: SIGTERM, then SIGKILL after Slurm's KillWait."""
         how = ["--signal=TERM"] if drain and machine.state == "started" else []
         await _run(["scancel", "--quiet", *how, machine.id])
 
@@ -153,7 +153,7 @@ class SlurmSource:
 
 
 def sbatch_arguments(config: MachinesConfig, name: str) -> list[str]:
-    """Return how sbatch is asked for one machine; what the pool's owner adds comes last."""
+    """Return sbatch's arguments for one machine; those of the pool's owner come last."""
     size = f"--gres=gpu:{config.slots}" if config.gpus else f"--cpus-per-task={config.slots}"
     return [
         "--parsable",
@@ -192,12 +192,12 @@ def _state(state: str) -> Literal["asked", "started", "leaving"]:
 
 
 def _time(text: str) -> float | None:
-    """Return a time that squeue wrote as SLURM_TIME_FORMAT asks; None for N/A."""
+    """Return a time that squeue wrote in SLURM_TIME_FORMAT; None for N/A."""
     return float(text) if text.isdecimal() else None
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what jobs inherit: no secrets, and nothing that makes a job a part of another."""
+    """Return the environment that jobs inherit: no secrets, no variables of another job."""
     secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
     public = {name: value for name, value in variables.items() if name not in secret}
     ours = {
@@ -214,10 +214,10 @@ async def _run(command: Sequence[str]) -> str:
 
 
 class NoSource:
-    """A pool whose nodes are started by hand."""
+    """The source of a pool whose nodes are started by hand."""
 
     async def list_machines(self) -> list[Machine]:
-        """Return none."""
+        """Return no machines."""
         return []
 
     async def request_machine(self, name: str) -> None:
@@ -225,11 +225,11 @@ class NoSource:
         raise errors.PlacementError(f"{name} is not available here", hint="start nodes by hand")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Return nothing: nothing was requested."""
+        """Do nothing: there are no requests."""
 
 
 class _Named:
-    """A source whose failures are TinkermqErrors, whatever its cluster's client raises."""
+    """A source that raises TinkermqErrors for all errors of its cluster's client."""
 
     def __init__(self, source: MachineSource) -> None:
         self._source = source
@@ -240,12 +240,12 @@ class _Named:
             return await self._source.list_machines()
 
     async def request_machine(self, name: str) -> None:
-        """Ask for a machine."""
+        """Request a machine."""
         with blaming_awaited(_failure):
             await self._source.request_machine(name)
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Give a machine back."""
+        """Release a machine."""
         with blaming_awaited(_failure):
             await self._source.release_machine(machine, drain=drain)
 
@@ -269,11 +269,11 @@ _SOURCES = {
 
 
 def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> MachineKeeper:
-    """Return what keeps a pool's machines."""
+    """Return the keeper of a pool's machines."""
     url = config.url or broker.url
     return MachineKeeper(broker, config, url, machine_source(config, url), pool)
 
 
 def machine_source(config: MachinesConfig, url: str) -> MachineSource:
-    """Return the seam to the cluster of a configuration; nodes reach the broker at `url`."""
+    """Return the configured source of machines; nodes connect to the broker at `url`."""
     return _Named(_SOURCES[config.kind](config, url)) if config.kind in _SOURCES else NoSource()

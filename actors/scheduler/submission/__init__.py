@@ -1,1 +1,1 @@
-"""How a job comes into being: checked, named, given its streams and its folder."""
+"""Creates jobs: checks and names them, and creates their streams and folders."""

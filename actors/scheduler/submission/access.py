@@ -1,4 +1,4 @@
-"""Access rules for jobs in a pool with users: no files of others, no code that was not reviewed.
+"""Access rules for jobs in a pool with users: no files of others, no unreviewed code.
 
 All actors of a node except sandboxed environment hosts run as one user of the operating system, who
 can read every run folder.
@@ -50,13 +50,13 @@ _READS_AT_ONCE = 8
 
 
 class FileReads:
-    """Reads about files in threads, a few at once for one user; a disk may hang."""
+    """Reads files in threads, a few at once for one user, as a disk may hang."""
 
     def __init__(self) -> None:
         self._disks = DiskThreads(_READS_AT_ONCE, _READ_S)
 
     async def read(self, user: str, read: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Return the result of a function that reads files; StorageError when their disk hangs."""
+        """Return the result of a file-reading function; StorageError if the disk hangs."""
         try:
             return await self._disks.look(user, read, *args, **named)
         except TimeoutError as error:
@@ -70,9 +70,10 @@ class FileReads:
 async def allowed_config(
     record: JobRecord, config: JobConfig, view: JobsView, files: FileReads
 ) -> tuple[JobConfig, list[Path]]:
-    """Return the configuration as the owner of a job may run it, and where its processes may write.
+    """Return the configuration that a job's owner may run, and its writable folders.
 
-    Without folders they may write everywhere. Raises ConfigError, AuthError, StorageError.
+    Without folders, its processes may write everywhere. Raises ConfigError, AuthError,
+    StorageError.
     """
     user, roots = record.user, output_roots(has_users=view.has_users)
     config = in_default_folder(config, roots)
@@ -93,7 +94,7 @@ async def allowed_config(
 
 
 def _own_settings(record: JobRecord) -> JobRecord:
-    """Return a record without the folders that are copied from the service for the Tinker API."""
+    """Return a record without the folders copied from the service for the Tinker API."""
     fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
     adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
     return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
@@ -102,7 +103,7 @@ def _own_settings(record: JobRecord) -> JobRecord:
 def refuse_second_service(
     config: Mapping[str, Any], offers: Iterable[TrainerOffer], *, is_admin: bool
 ) -> None:
-    """Raise AuthError or ConfigError for a service for the Tinker API that a user may not start.
+    """Raise AuthError or ConfigError if a user may not start a service for the Tinker API.
 
     Such a service belongs to the pool: it trains for all users.
     """
@@ -120,7 +121,7 @@ def refuse_second_service(
 
 
 def refuse_code_of_others(config: JobConfig) -> None:
-    """Raise ConfigError for a job that would run the code which comes with a model."""
+    """Raise ConfigError for a job that would run code from a model folder."""
     if config.model.trust_remote_code:
         raise ConfigError(
             "model.trust_remote_code=true: in a pool with users, only admins may run the code of a "
@@ -130,9 +131,9 @@ def refuse_code_of_others(config: JobConfig) -> None:
 
 
 def refuse_own_algorithms(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for functions of a user without the right to run code in a learner.
+    """Raise ConfigError for functions of a user who may not run code in a learner.
 
-    A learner can read every run folder: the operator names the trusted users.
+    A learner can read every run folder, so the operator lists trusted users.
     """
     for key, target in config.own_functions.items():
         if user not in _listed(AUTHORS_VARIABLE):
@@ -154,7 +155,7 @@ _REACH_OUT = ("wandb", "mlflow")
 
 
 def refuse_network(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for settings that need a network, in a learner that has none.
+    """Raise ConfigError for settings that need a network in a learner without one.
 
     A learner with functions of a user reaches only the broker.
     """
@@ -189,7 +190,7 @@ def refuse_network(config: JobConfig, user: str) -> None:
 
 
 def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
-    """Raise ConfigError for a model or data that functions of a user may not read.
+    """Raise ConfigError for a model or data that a user's functions may not read.
 
     Existing and missing paths are refused alike, so that they reveal nothing.
     """
@@ -212,7 +213,7 @@ def _listed_data(config: JobConfig) -> dict[str, str]:
 
 
 def refuse_endpoints(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for a teacher's API that the operator has not named.
+    """Raise ConfigError for a teacher's API that the operator has not listed.
 
     Generators call it from within the pool's network, which users must not reach through them.
     """
@@ -237,9 +238,9 @@ def refuse_runs_of_others(
 ) -> None:
     """Raise ConfigError for a value that leads into another user's run folder.
 
-    It may lead there directly, by a link inside of a folder, or by another name of the same file.
-    `others` are those folders, each with its owner; the folder of an owner's runs is protected,
-    too. `more` are further folders that are read, by the keys that name them.
+    It may lead there directly, by a link inside a folder, or by another name of the same file.
+    `others` are these folders with their owners; the folder of an owner's runs is protected, too.
+    `more` are further folders to read, by their keys.
     """
     folders = [(Path(folder), user) for folder, user in others if folder]
     theirs = {folder for folder, _ in folders}
@@ -258,7 +259,7 @@ def refuse_runs_of_others(
 
 
 def refuse_unregistered_game(config: Mapping[str, Any]) -> None:
-    """Raise GameError if the pool is to host a game of an unregistered name."""
+    """Raise GameError if the pool would host a game with an unregistered name."""
     env = cast("Mapping[str, Any]", config.get("env") or {})
     is_hosted = env.get("hosts") != 0 and not runs_programs(config)
     if (game := env.get("game")) and is_hosted:
@@ -271,9 +272,9 @@ _DONE = {"archive": "archived", "unarchive": "brought back", "delete": "deleted"
 
 
 def refuse_removal(record: JobRecord, removal: Removal, others: Iterable[JobRecord]) -> None:
-    """Raise StateError, with the reason, for a job that cannot be archived or deleted now.
+    """Raise StateError with the reason if a job cannot be archived or deleted now.
 
-    `others` are the jobs of the pool: some of them may need what would be removed.
+    `others` are the pool's other jobs, which may need the data.
     """
     if not is_final(record):
         raise StateError(
@@ -299,7 +300,7 @@ def refuse_removal(record: JobRecord, removal: Removal, others: Iterable[JobReco
 
 
 def refuse_removed(record: JobRecord) -> None:
-    """Raise StateError for a job that cannot be started again."""
+    """Raise StateError for a job that cannot be restarted."""
     if record.removal != "no":
         raise StateError(f"run {record.name} is being {_DONE[record.removal]}")
     if record.archived is not None:
@@ -310,7 +311,7 @@ def refuse_removed(record: JobRecord) -> None:
 
 
 def _needs(other: JobRecord, record: JobRecord, removal: Removal) -> str:
-    """Return what another job needs of one that shall go; empty if nothing."""
+    """Return what another job needs of a job to be removed; empty if nothing."""
     if removal == "delete" and record.run_dir and _is_within(other.run_dir, record.run_dir):
         return f"the folder of run {other.name} is within its own"
     if is_final(other) or other.user != record.user:

@@ -1,7 +1,7 @@
 """The checks of a job by the scheduler and its nodes, for submissions and for dry runs.
 
 A submission raises the error of the first check that fails; a dry run returns all results (see
-`schemas/checks.py`). What no node knows in time passes: the job finds out.
+`schemas/checks.py`). Checks that no node answers in time pass; the job itself then finds problems.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ from .access import FileReads
 
 ANSWER_S = 12.0
 MAX_ASKED = 8
-"""Nodes that are asked; the others of a larger pool count as not knowing."""
+"""Number of nodes to ask; further nodes of a larger pool count as without answer."""
 _SCHEDULER = "scheduler"
 
 
 class Reader(NamedTuple):
-    """Who may know which files the pool's machines have."""
+    """The user of a check, and the files whose existence the user may learn."""
 
     user: str
     roots: Sequence[Path]
-    """Folders below which the user's jobs may write; none: the user may read all."""
+    """Folders in which the user's jobs may write; empty: the user may read everything."""
 
     def may_know(self, model: str) -> bool:
-        """Return whether the answer may say what is at a path."""
+        """Return whether the answer may reveal what is at a path."""
         try:
             place = Path(os.path.realpath(without_tilde(model)))
-        except ValueError:  # not a path: it holds a null byte
+        except ValueError:  # a null byte: not a path
             return True
         return not self.roots or shown_from(place, self.user, self.roots) is not None
 
@@ -65,7 +65,7 @@ class JobChecks:
         self._files = files
 
     async def run(self, record: JobRecord, config: JobConfig) -> AsyncIterator[CheckResult]:
-        """Yield the results for a job whose record names its actors, the quick ones first."""
+        """Yield the results for a job whose record has its actors, quick checks first."""
         nodes = self._reconciler.nodes()
         reader = self.reader(record)
         yield run_check("slots", lambda: self._check_slots(record, nodes), _SCHEDULER)
@@ -91,10 +91,10 @@ class JobChecks:
     async def _check_memory(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
     ) -> AsyncIterator[CheckResult]:
-        """Check what a training job takes on the pool's GPUs.
+        """Check the memory of a training job on the pool's GPUs.
 
-        Nothing is checked where it may run on a CPU or on machines that are still to come, and for
-        models that the scheduler does not know, or the reader may not.
+        There is no check if it may run on a CPU or on machines still to be requested, or if the
+        model is unknown to the scheduler or hidden from the reader.
         """
         if not record.trains or self._reconciler.may_grow or not all(node.gpus for node in nodes):
             return
@@ -110,9 +110,9 @@ class JobChecks:
             yield _passed("memory", "\n".join(plan.lines()))
 
     async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
-        """Raise ModelError for sequences longer than a model of the job has positions for.
+        """Raise ModelError for sequences longer than the positions of a model of the job.
 
-        Models that the scheduler does not know, or the reader may not, are left to the generators.
+        Models unknown to the scheduler or hidden from the reader are checked by the generators.
         """
         if await self._may_know_all(models_of(config), reader):
             await self._files.read(reader.user, refuse_long_contexts, config)
@@ -141,7 +141,7 @@ class JobChecks:
     async def _check_inputs(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus]
     ) -> list[CheckResult]:
-        """Check the data and the game that actors of the pool would read; clients read their own.
+        """Check the data and the game read by actors of the pool; clients read their own.
 
         Programs bring their own environment.
         """
@@ -176,7 +176,7 @@ class JobChecks:
         )
 
     async def nodes_with_model(self, record: JobRecord, config: JobConfig) -> list[str]:
-        """Return the nodes that have the model of a job, all of which its owner may know."""
+        """Return the nodes that have the model of a job, if its owner may know of it."""
         reader = self.reader(record)
         if not await self._may_know_all([*model_paths(config).values(), *config.sft.data], reader):
             return []
@@ -187,7 +187,7 @@ class JobChecks:
     async def _ask_nodes(
         self, nodes: Sequence[NodeStatus], verb: str, question: Message
     ) -> list[tuple[str, list[CheckResult]]]:
-        """Return the results of the nodes that knew them in time, by node."""
+        """Return the results of the nodes that answered in time, by node."""
         names = [node.node for node in nodes[:MAX_ASKED]]
         asking = (self.ask_node(name, verb, question, timeout_s=ANSWER_S) for name in names)
         replies = await asyncio.gather(*asking)
@@ -198,7 +198,7 @@ class JobChecks:
     async def ask_node(
         self, name: str, verb: str, question: Message, *, timeout_s: float
     ) -> CheckReply:
-        """Return a node's reply; not done from one that is leaving, or knows no such question."""
+        """Return a node's reply; not done if it is leaving, or does not support the question."""
         try:
             return await call(
                 self._broker,
@@ -213,23 +213,23 @@ class JobChecks:
             return CheckReply(done=False)
 
     def reader(self, record: JobRecord) -> Reader:
-        """Return the owner of a job, with the folders below which the owner's jobs may write."""
+        """Return a job's owner as reader, with the writable folders of the owner's jobs."""
         roots = record.output_roots if self._view.has_users else []
         return Reader(record.user, [Path(root) for root in roots])
 
     async def _may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
-        """Return whether the reader may know what is at all of these paths."""
+        """Return whether the reader may know about all of these paths."""
         return all((await self._known_models(models, reader)).values())
 
     async def _known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
-        """Return for each model whether the reader may know what is there. Raises StorageError."""
+        """Return for each model whether the reader may know about it. Raises StorageError."""
         return {
             model: await self._files.read(reader.user, reader.may_know, model) for model in models
         }
 
 
 def models_of(config: JobConfig) -> Iterable[str]:
-    """Return the models that a job starts from, but those of a store and of other runs."""
+    """Return the models from which a job starts, except those in a store or of other runs."""
     paths = model_paths(config)
     paths.pop("model.tokenizer", None)  # it needs no weights
     return dict.fromkeys(

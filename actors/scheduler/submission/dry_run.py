@@ -1,7 +1,7 @@
-"""Check a job that is not submitted: dry runs, and checks that one node runs.
+"""Checks of a job without submission: dry runs, and checks on one node.
 
-A node needs longer to play a game or to inspect a model than a request waits. The client therefore
-repeats its request under the same id until the check is done.
+To play a game or inspect a model takes a node longer than a request may wait. The client therefore
+repeats its request with the same id until the check is done.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from .submission import Submission
 GAME_ANSWER_S = 3.0
 """Longest wait for a check in one request."""
 KEPT_S = 60.0
-"""How long a reply is kept for a client that does not ask."""
+"""Time for which a reply is kept for a client that does not ask."""
 _PLAY_S = 90.0
 _INSPECT_S = 150.0
 
@@ -30,15 +30,15 @@ class _Check(NamedTuple):
 
 
 class DryRuns:
-    """Dry runs of all users, and the last check on a node of each user."""
+    """Dry runs of all users, and each user's last check on a node."""
 
     def __init__(self, submission: Submission) -> None:
-        """Check jobs as `submission` would make them."""
+        """Check jobs as `submission` would create them."""
         self._submission = submission
         self._checks: dict[str, _Check] = {}
 
     async def try_out(self, request: SubmitRequest, context: RequestContext) -> CheckReply:
-        """Run the checks of a submission; nothing is made."""
+        """Run the checks of a submission; nothing is created."""
         try:
             record, config = await self._submission.tried(context.user, request)
         except errors.TinkermqError as error:
@@ -47,11 +47,11 @@ class DryRuns:
         return CheckReply(results=[result async for result in checks])
 
     async def check_on_node(self, request: GameCheckRequest, context: RequestContext) -> CheckReply:
-        """Return the results of one node, once they are there.
+        """Return the results of one node, once they are available.
 
-        The check begins with the first request of its id. Raises what `Submission.submit` does for
-        a job that would be refused, DataError or GameError where no node has the data or the game,
-        BusyError while a check of this user runs, or where the nodes run others.
+        The check begins with the first request of its id. Raises what `Submission.submit` raises
+        for a refused job, DataError or GameError if no node has the data or the game, BusyError
+        while another check of this user runs, or if the nodes run others.
         """
         user = context.user
         check = self._checks.get(user)
@@ -65,7 +65,7 @@ class DryRuns:
         return check.task.result() if check.task.done() else CheckReply(done=False)
 
     def _forget_later(self, user: str, check: _Check) -> None:
-        """Keep a reply for a while; forget an error at once, so that the client can try again."""
+        """Keep a reply for a while; forget an error at once, so that the client can retry."""
 
         def forget() -> None:
             if self._checks.get(user) is check:
@@ -82,7 +82,7 @@ class DryRuns:
         )
 
     async def _inspect(self, record: JobRecord, config: JobConfig) -> CheckReply:
-        """Have a node inspect the model that it has; without results if no node can."""
+        """Request a node to inspect its model; without results if no node can."""
         question = InspectQuestion(config=config.model_dump(mode="json", exclude_unset=True))
         checks = self._submission.checks
         for node in await checks.nodes_with_model(record, config):
@@ -114,7 +114,7 @@ def _signed(reply: CheckReply, node: str) -> CheckReply:
 
 
 def _find_host(record: JobRecord, config: JobConfig) -> ActorPlacement:
-    """Return the environment host that a job would have; ConfigError for one without."""
+    """Return the job's environment host; ConfigError if it has none."""
     if config.agent.runs_programs:
         raise errors.ConfigError(
             "an agent job has no game", hint="try its program: `tinkermq agent check FILE`"

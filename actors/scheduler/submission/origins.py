@@ -1,4 +1,4 @@
-"""What a job starts from, its run folder, and what may change when it resumes.
+"""A job's origin, its run folder, and the configuration changes allowed at a resume.
 
 A job starts from a checkpoint of a run, a `tinker://` checkpoint, or the versions of a live run. A
 `tinker://` checkpoint is in the run folder of the service; its path names its owner. It is copied
@@ -58,7 +58,7 @@ _MODELS = "models"
 def run_dir_of(config: JobConfig, owner: str = "") -> Path:
     """Return the folder of a run.
 
-    With an `owner` it lies in a folder of theirs: names are unique for each user only.
+    With an `owner` it is in the owner's folder, as names are unique per user only.
     """
     return without_tilde(config.output_dir).resolve() / owner / str(config.name)
 
@@ -92,7 +92,7 @@ def find_checkpoint(
     stores: Stores,
     scores: Mapping[int, ValidationScore] | None = None,
 ) -> tuple[int, str]:
-    """Return step and place of a run's checkpoint: of a step, of the `last` or the `best` one.
+    """Return step and place of a run's checkpoint: of a step, the `last` or the `best` one.
 
     `scores` are those of validated versions.
 
@@ -134,10 +134,10 @@ def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
 
 
 class Copies(NamedTuple):
-    """A job's own copies of what it starts from and reads."""
+    """A job's own copies of its origin and of folders that it reads."""
 
     config: JobConfig
-    """Its configuration, which names them."""
+    """Its configuration with the copies' paths."""
     fork_dir: str
     adapters: dict[str, str]
 
@@ -145,7 +145,7 @@ class Copies(NamedTuple):
 async def copy_origins(
     record: JobRecord, config: JobConfig, folders: Mapping[str, str], stores: Stores
 ) -> Copies:
-    """Copy what a job starts from, and `folders` that it reads, into its run folder or its store.
+    """Copy a job's origin, and `folders` that it reads, into its run folder or its store.
 
     An unfinished copy is removed. Raises NotFoundError, StorageError.
     """
@@ -166,7 +166,7 @@ async def copy_origins(
 async def copy_models(
     record: JobRecord, config: JobConfig, folders: Mapping[str, str], stores: Stores
 ) -> JobConfig:
-    """Return a configuration that names the job's own copies of teachers and reference."""
+    """Return a configuration with the job's own copies of teachers and reference."""
     if not folders:
         return config
     copies = await asyncio.to_thread(_keep_others, record, folders, _MODELS, stores)
@@ -175,7 +175,7 @@ async def copy_models(
 
 async def free_origins(record: JobRecord, stores: Stores) -> None:
     """Remove the copies of a job that is not created."""
-    with contextlib.suppress(errors.TinkermqError):  # the store fails: an earlier error counts
+    with contextlib.suppress(errors.TinkermqError):  # the store fails: the earlier error counts
         await asyncio.to_thread(free_copies, record, stores)
 
 
@@ -206,15 +206,15 @@ def pin_checkpoint(
     """Copy a checkpoint to the folder of the run that starts from it; return the copy.
 
     With `weights_only` the state of the other run's learner is left out. The other run may remove
-    its own meanwhile. Files on the same disk are hard links if `link` allows that; a writer of one
-    then writes the other. Symbolic links in the checkpoint are left out.
+    its checkpoint meanwhile. Files on the same disk are hard links if `link` allows that; writes to
+    one then change the other. Symbolic links in the checkpoint are left out.
 
-    Raises NotFoundError when the checkpoint was removed, StorageError when the disk is full.
+    Raises NotFoundError if the checkpoint was removed, StorageError if the disk is full.
     """
     leave_out = ["learner"] if weights_only else []
     try:
         with Folder(run_dir) as run:
-            run.remove(place)  # of an interrupted submission
+            run.remove(place)  # left by an interrupted submission
             try:
                 with Folder(checkpoint.parent) as origin:
                     origin.copy(checkpoint.name, run, place, link=link, leave_out=leave_out)
@@ -237,7 +237,7 @@ def pin_checkpoint(
 def _keep_others(
     record: JobRecord, sources: Mapping[str, str], folder: str, stores: Stores
 ) -> dict[str, str]:
-    """Copy the weights of further checkpoints, by their names, to a folder; raises the same."""
+    """Copy the weights of further checkpoints, by name, to a folder; raises the same errors."""
     places: dict[str, str] = {}
     for name, source in sources.items():
         if is_url(source):
@@ -257,10 +257,10 @@ def _keep_others(
 
 
 class JobOrigin(NamedTuple):
-    """What a job starts from."""
+    """The origin of a job."""
 
     fork_of: str | None
-    """Full name of its checkpoint; None: it starts from no checkpoint."""
+    """Full name of its checkpoint; None without one."""
     fork_dir: str
     """The checkpoint's folder or URL; empty without one."""
     followed: JobRecord | None
@@ -270,7 +270,7 @@ class JobOrigin(NamedTuple):
 
 
 class NamedModels(NamedTuple):
-    """The other runs and jobs that a configuration names."""
+    """The other runs and jobs named in a configuration."""
 
     folders: dict[str, str]
     """Checkpoints of teachers and the reference, by their names `RUN@STEP`."""
@@ -289,7 +289,7 @@ class Origins:
         self._view = view
 
     async def start(self, user: str, request: SubmitRequest) -> JobOrigin:
-        """Find what a job starts from; raises ConfigError, NotFoundError, StateError."""
+        """Find a job's origin; raises ConfigError, NotFoundError, StateError."""
         fork_of, fork_dir = await self._fork(user, request)
         followed = await self._followed(user, request)
         return JobOrigin(fork_of, fork_dir, followed, await self._adapters(user, request))
@@ -339,7 +339,7 @@ class Origins:
         return record
 
     async def named(self, record: JobRecord, config: JobConfig) -> NamedModels:
-        """Find the teachers, the reference and the judge that a configuration names.
+        """Find the teachers, the reference and the judge named in a configuration.
 
         Raises NotFoundError, ConfigError for a job that serves nothing.
         """
@@ -361,7 +361,7 @@ class Origins:
         return NamedModels(folders, jobs, judge)
 
     async def _serving(self, user: str, name: str, key: str) -> JobRecord:
-        """Return the inference job that a key names; ConfigError for another kind of job."""
+        """Return the inference job named by a key; ConfigError for another kind of job."""
         record = await self._view.get(user, name)
         if record.kind != "infer" or is_final(record):
             raise errors.ConfigError(
@@ -372,10 +372,10 @@ class Origins:
         return record
 
     async def copy_checkpoint(self, user: str, path: str) -> ModelInfo:
-        """Copy a checkpoint of a user's run to the service that has its base model.
+        """Copy a checkpoint of a user's run to the service with its base model.
 
-        Raises NotFoundError; ConfigError for a path that names no run, or for a run without an
-        adapter; QuotaError.
+        Raises NotFoundError; ConfigError for a path without a run, or for a run without an adapter;
+        QuotaError.
         """
         run = run_in(path)
         if run is None:
@@ -423,7 +423,7 @@ class Origins:
     def _tinker(self, user: str, name: CheckpointName) -> str:
         """Return the folder of a checkpoint under the Tinker API that a user may read.
 
-        It is an own one, or one that its owner has published. Raises NotFoundError.
+        It is the user's own, or its owner has published it. Raises NotFoundError.
         """
         failure = missing(name)
         for record in list(self._view.live.values()):
@@ -437,11 +437,11 @@ class Origins:
 
 
 def begins_with(record: JobRecord) -> str:
-    """Return the model folder of a job that starts from the weights of a checkpoint only."""
+    """Return the model folder of a job that starts from a checkpoint's weights only."""
     return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
 
 
-# -- checkpoints of runs, copied to the Tinker service that has their base model -------------------
+# -- checkpoints of runs, copied to the Tinker service with their base model -----------------------
 
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
@@ -451,9 +451,9 @@ _UNEMBED = frozenset({"lm_head"})
 def _copy_to_service(
     folder: Path, services: Iterable[tuple[JobRecord, JobConfig]], user: str, path: str
 ) -> ModelInfo:
-    """Copy an adapter's folder to the run folder of the service that has its base model.
+    """Copy an adapter's folder to the run folder of the service with its base model.
 
-    Returns its description; an existing copy stays. Raises NotFoundError where no service has the
+    Returns its description; an existing copy is kept. Raises NotFoundError if no service has the
     base, QuotaError, StorageError.
     """
     base = os.path.realpath(base_of(folder))
@@ -495,7 +495,7 @@ def _copy_checkpoint(
     seq = stored.folder.name
     try:
         with Folder(folder.parent) as run, Folder(stored.place, make=True) as place:
-            place.remove(seq)  # of an interrupted copy
+            place.remove(seq)  # left by an interrupted copy
             run.copy(folder.name, place, seq, leave_out=["learner"])
     except OSError as error:
         raise errors.StorageError(
@@ -540,14 +540,14 @@ _KEPT = (
     ("training.batch_size", "the number of issued tasks is counted in batches of that size"),
     ("training.curriculum", "the checkpoint has the state of that curriculum"),
 )
-"""Keys that the checkpoint and the log of a run depend on, and why."""
+"""Keys on which the checkpoint and the log of a run depend, with the reason."""
 
 
 def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
     """Return the configuration of an ended job, overlaid with changed keys.
 
-    Raises StateError for a job that cannot continue, and ConfigError that names an unknown key, or
-    a key that cannot change.
+    Raises StateError for a job that cannot continue, and ConfigError for an unknown key, or a key
+    that cannot change.
     """
     refuse_removed(record)
     if not record.configured:
@@ -582,7 +582,7 @@ def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
-    """Return which keys were changed, for the job's events."""
+    """Return a description of changed keys for the job's events."""
     return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
 
 

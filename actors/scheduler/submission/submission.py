@@ -1,7 +1,7 @@
 """Submit a job: check it, name it, create its streams and its run folder.
 
-Submitting is idempotent by the client's request id, and so is each step: an interrupted submission
-continues when it is sent again.
+Submission is idempotent by the client's request id, and so is each step: an interrupted submission
+continues when it is repeated.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _HELPERS = {"infer": "serve", "eval": "eval"}
 
 
 def names(config: dict[str, Any], kind: str, source: str) -> Iterator[str]:
-    """Yield names for a job without one, for ever; `source` is the run that it serves."""
+    """Yield names for a job without one, forever; `source` is the run that it serves."""
     helps = _HELPERS.get(kind, "")
     if not helps:
         while True:
@@ -58,7 +58,7 @@ def names(config: dict[str, Any], kind: str, source: str) -> Iterator[str]:
 
 def run_name(config: dict[str, Any]) -> str:
     """Return a readable name for a run without one."""
-    from coolname import generate_slug  # loads word lists that an idle scheduler does without
+    from coolname import generate_slug  # loads word lists, which an idle scheduler does not need
 
     game = _leaf(config, "env", "game").rsplit(":", 1)[-1].rsplit(".", 1)[-1]
     game = game or ("agent" if runs_programs(config) else "")
@@ -86,7 +86,7 @@ def check_name(name: Any) -> None:
 
 
 class Submission:
-    """Creates jobs; a name is taken from the moment it is chosen."""
+    """Creates jobs; a name is reserved as soon as it is chosen."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class Submission:
         self._secrets = secrets
         self._files = FileReads()
         self.origins = origins.Origins(broker, view)
-        """What jobs start from."""
+        """Finds the origins of jobs."""
         self.checks = JobChecks(broker, view, reconciler, self._files)
         """The checks before a job is queued."""
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
     async def submit(self, user: str, request: SubmitRequest) -> JobRecord:
-        """Create a job, or return the one that this request id created before.
+        """Create a job, or return the one created earlier by this request id.
 
         Raises ConfigError, PlacementError, StateError (the name is taken), StorageError.
         """
@@ -138,7 +138,7 @@ class Submission:
     async def tried(self, user: str, request: SubmitRequest) -> tuple[JobRecord, JobConfig]:
         """Return the record and the configuration that a job would have, without creating it.
 
-        The record names its actors and its run folder. Raises what `submit` does before it asks
+        The record has its actors and its run folder. Raises what `submit` raises before it asks
         nodes.
         """
         self._check_kind(user, request)
@@ -200,7 +200,7 @@ class Submission:
             self._names.discard((user, blank.name))
 
     async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
-        """Overlay the keys of a job without a complete configuration; start it if requested.
+        """Overlay keys on a job's incomplete configuration; start the job if requested.
 
         Raises StateError if the job has started, and what `submit` raises.
         """
@@ -225,10 +225,10 @@ class Submission:
             return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord, before: JobRecord | None) -> JobRecord:
-        """Return a record that can be placed, with its run folder made; `before` is the stored one.
+        """Create the run folder; return a record that can be placed; `before` is the stored one.
 
-        A checkpoint of which only the weights count becomes the model of the configuration; a job
-        that trains on conversations is one of kind `sft`.
+        A checkpoint used only for its weights becomes the model of the configuration; a job that
+        trains on conversations is of kind `sft`.
         """
         planned, config, models = await self._planned(record)
         async for result in self.checks.run(planned, config):
@@ -252,9 +252,9 @@ class Submission:
         return planned.model_copy(update=fields)
 
     async def _planned(self, record: JobRecord) -> tuple[JobRecord, JobConfig, origins.NamedModels]:
-        """Return a record with its kind and its actors, its configuration, and the models it names.
+        """Return a record with kind and actors, its configuration, and the models in it.
 
-        Raises ConfigError for what its owner may not run.
+        Raises ConfigError for settings that its owner may not use.
         """
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
@@ -273,9 +273,9 @@ class Submission:
         return record.model_copy(update=fields), config, models
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields with which an ended job waits for its next attempt.
+        """Return the fields of an ended job for its next attempt.
 
-        `changes` overlay its configuration; if they ask for other actors, it gets those.
+        `changes` overlay its configuration and may change its actors.
 
         Raises StateError, ConfigError, PlacementError, QuotaError.
         """
@@ -312,11 +312,11 @@ class Submission:
         return fields
 
     def _folder_of(self, user: str) -> str:
-        """Return the folder for the runs of a user; a pool without users has one for all."""
+        """Return the folder for a user's runs; a pool without users has one for all."""
         return "" if user == DEFAULT_USER and not self._view.has_users else user
 
     def _is_taken(self, user: str, job: str, name: str) -> bool:
-        """Return whether another run of the user has a name."""
+        """Return whether another run of the user has the name."""
         return self._view.owner_of(user, name) not in (None, job) or (user, name) in self._names
 
     async def _free_name(
@@ -329,7 +329,7 @@ class Submission:
             return next(item for item in made if not self._is_taken(user, job, item))
         check_name(name)
         if self._is_taken(user, job, name):
-            await self._view.refresh()  # the run that had it may have been deleted just now
+            await self._view.refresh()  # the run with this name may just have been deleted
         if self._is_taken(user, job, name):
             raise StateError(
                 f"a run named {name!r} exists already",
