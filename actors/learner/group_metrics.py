@@ -132,7 +132,7 @@ def _numeric_fields(numbers: Any) -> dict[str, float]:
 def _oversample_numbers(lengths: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
     """Compare the lengths in generated tokens of kept and of cut episodes.
 
-    Lengths of cut episodes are lower bounds. `estimated_length` is the mean of all uncut lengths if
+    Lengths of cut episodes are lower bounds. `estimated_length` estimates the mean without cuts if
     the probability to end is the same at every token: the maximum-likelihood mean of exponential
     lengths under censoring, total tokens / number of ended episodes (Epstein & Sobel 1953).
     """

@@ -251,7 +251,7 @@ class Nodes:
             _log.warning("node_refuses", node=name, error=error.message)
 
     def _note_clock(self, member: _Member, new: ClockReading, name: str) -> None:
-        """Record a node's clock; report once that it is off, and once that it is not."""
+        """Record a node's clock; report once when it becomes wrong, and once when right."""
         member.clock = better(member.clock, new)
         ahead_s = member.clock.surely_ahead_s
         is_off = abs(ahead_s) > CLOCK_BOUND_S

@@ -367,8 +367,7 @@ class _Pool:
         self._holds: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def settle(self, request: PlacementRequest) -> PlacementRequest:
-        """Return a request as this pool can serve it: on a single GPU, actors that may share a slot
-        do."""
+        """Return a request adapted to this pool: on a single GPU, actors share if allowed."""
         if self.total != 1 or not all(node.are_gpus for node in self._nodes.values()):
             return request
         actors = tuple(

@@ -340,7 +340,7 @@ class _SchedulerRequests:
 
         Raises QuotaError, BrokerError if the server has no room, StateError.
         """
-        async with self._rooms.setdefault(context.user, asyncio.Lock()):  # each counts the others
+        async with self._rooms.setdefault(context.user, asyncio.Lock()):  # one by one
             record = await self._view.get(context.user, request.job)
             if record.state not in states.ACTIVE:
                 raise StateError(

@@ -142,7 +142,8 @@ class Teachers:
         packer: RankPacker,
         parallel: Parallel,
     ) -> None:
-        """`scorer` scores with the policy, `load` opens a frozen model by its folder.
+        """Set up teachers; `scorer` scores with the policy, `load` opens a frozen model by its
+        folder.
 
         Raises ModelError for a teacher that cannot read the policy's tokens.
         """

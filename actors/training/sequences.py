@@ -57,7 +57,7 @@ def by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> tuple[Tensor,
 def reward_to_go(rewards_SP: Tensor, gamma: float | Tensor) -> Tensor:
     """R_p = r_p + γ R_{p+1} along each row; γ may be [S, P], the factor after each place.
 
-    By doubling: each place knows the sum over the next 1, 2, 4, … places, and the product of γ
+    By doubling: each place has the sum over the next 1, 2, 4, … places, and the product of γ
     over them, so that a row of P places takes log₂ P operations.
     """
     returns_SP = rewards_SP.clone()

@@ -267,7 +267,7 @@ class Remover:
             self._view.enter_archived(archived)
 
     async def _drop_weights(self, record: JobRecord) -> None:
-        """Remove the published versions that are files; those in the broker go with the streams."""
+        """Remove published versions that are files; versions in the broker go with the streams."""
         weights: dict[str, Any] = record.config.get("weights") or {}
         collected: list[str] = []
         with contextlib.suppress(NotFoundError):

@@ -275,7 +275,7 @@ class JobsView:
         self._forget_size(key)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return the lock of a user's requests, so that each counts the holdings of the others."""
+        """Return the lock of a user's requests, which makes counts of holdings correct."""
         return self._locks.setdefault(user, asyncio.Lock())
 
     def enter_archived(self, record: JobRecord) -> None:

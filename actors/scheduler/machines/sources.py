@@ -98,9 +98,9 @@ class SSHSource:
 
 
 # -- Slurm: a job for each machine, whose one step is the node -------------------------------------
-# A job's name is the machine's, and `singleton` keeps two of one name from running: who asked
-# twice, after a kill in between, has one machine. Slurm sends the node SIGTERM when its time is
-# nearly up or that a more important job needs the machine; the node drains as it does on any
+# A job's name is the machine's, and `singleton` keeps two of one name from running: a request
+# repeated after a kill starts only one machine. Slurm sends the node SIGTERM when its time is
+# nearly up or a more important job needs the machine; the node drains as it does on any
 # SIGTERM. It is a step, and not the batch script, because only steps get the grace of a preemption.
 # Refusals are reported in Slurm's words.
 
