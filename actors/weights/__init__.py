@@ -2,8 +2,8 @@
 
 A learner publishes through `publisher.Publisher`. Generators, evaluators and servers open the store
 of a job (`job_weights.open_weights`, `follow_weights`), and `follower.WeightFollower` keeps their
-engines at a version. Behind both, `store` has versions and manifests, `history` the differences
-between versions, and `tensors` the layout of payloads; the bytes travel by `payloads` (objects in
+engines at a version. `store` has versions and manifests, `history` the differences between
+versions, and `tensors` the layout of payloads; the bytes are transferred by `payloads` (objects in
 NATS, files), `shared_memory` (one read for a machine), and `broadcast` with `broadcast_group`
 (torch.distributed: NCCL, gloo, CUDA IPC).
 """

@@ -1,13 +1,14 @@
-"""The transport `nccl`: the learner sends versions in rounds to the receivers that request them.
+"""The transport `nccl`: the learner sends versions in rounds to requesting receivers.
 
 A receiver requests a place in a round from the learner, joins the group, and receives. It is any
 process that opens the weights of a job: generators, evaluators, inference servers. It stays in its
-group until the learner names another.
+group until the learner assigns another.
 
 The learner holds the published versions. The newest two are in memory, and a third while it is
-published. Older ones that are needed, and all that must outlive this process, are files in the run
-folder; a restarted learner publishes the others again as it trains from its checkpoint on. Nothing
-runs between rounds. During a round a thread sends, and requests wait for the next round.
+published. Older needed versions, and versions that must outlive this process, are files in the run
+folder; a restarted learner publishes the others again as it trains from its checkpoint on. No
+sending thread runs between rounds. During a round a thread sends, and requests wait for the next
+round.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ from .tensors import Payload, fingerprint
 # -- receiver --------------------------------------------------------------------------------------
 
 _JOIN_S = 60.0
-"""How long a receiver waits for its place; a learner in the middle of a round answers later."""
+"""Time for which a receiver waits for its place; during a round, the learner answers later."""
 _TRIES = 4
 _PAUSE_S = 0.5
 _log = structlog.get_logger()
@@ -74,14 +75,14 @@ class BroadcastReceiver:
         patience_s: float = TRANSFER_DEADLINE_S,
         meet_s: float = MEET_S,
     ) -> None:
-        """Receive into the memory of `device`, by default the CPU, or by another `member`.
+        """Receive into the memory of `device` (default: the CPU), or with another `member`.
 
-        `patience_s` bounds the wait for a learner that is away, or has not reached the version
+        `patience_s` limits the wait for a learner that is absent, or has not reached the version
         again.
         """
         self._broker = broker
         self.scope = scope
-        """The job whose weights it receives."""
+        """The job whose weights are received."""
         self._member: Member = member or LocalMember(device or torch.device("cpu"), meet_s)
         self._patience_s = patience_s
         self._name = uuid.uuid4().hex
@@ -91,20 +92,20 @@ class BroadcastReceiver:
     async def get(self, manifest: Manifest) -> Payload:
         """Return the payload of a version: a memoryview, or on a GPU a tensor of uint8[N].
 
-        Raises NotFoundError when it was removed, DigestMismatch, DeadlineError when the learner
-        stays away, BrokerError when no round succeeds.
+        Raises NotFoundError if it was removed, DigestMismatch, DeadlineError if the learner stays
+        absent, BrokerError if no round succeeds.
         """
         payload = await self.receive(manifest)
-        assert payload is not None  # this process is the member
+        assert payload is not None  # the member is this process
         return payload
 
     async def receive(
         self, manifest: Manifest, ready: Callable[[], Awaitable[None]] | None = None
     ) -> Payload | None:
-        """Have the member receive a version; return what it returns.
+        """Receive a version with the member; return the member's result.
 
-        `ready` is awaited whenever a group is formed, before the first byte arrives. Raises what
-        `get` raises.
+        `ready` is awaited after a group is formed, before the first byte arrives. Raises what `get`
+        raises.
         """
         async with self._receiving:
             failure: BrokerError | None = None
@@ -131,7 +132,7 @@ class BroadcastReceiver:
         while self._broker.clock() < deadline:
             try:
                 place = await self._request_round(manifest)
-            except (NotFoundError, DeadlineError) as error:  # not an answer of the learner
+            except (NotFoundError, DeadlineError) as error:  # not from the learner
                 waits_for = error.message
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -189,16 +190,17 @@ class BroadcastReceiver:
 
 _IN_MEMORY = 2
 _WINDOW_S = 0.2
-"""How long a round waits for further requests; not when all of the last round have asked."""
+"""Time for which a round waits for further requests, unless all members of the last round have
+asked."""
 _CONNECTED_S = 60.0
 _GROUPS_PER_STORE = 1000
-"""A TCPStore remembers all groups that met there, so it is replaced after so many."""
+"""A TCPStore keeps all groups that met in it, so it is replaced after this number."""
 
 
 class _Held(NamedTuple):
     entries: list[TensorEntry]
     payload: Tensor
-    """uint8[N] in the machine's memory."""
+    """uint8[N] in host memory."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class _Asker:
     request: JoinRound
     place: asyncio.Future[Round]
     until: float
-    """When the request expires, in the loop's time."""
+    """Time at which the request expires, by the event loop's clock."""
 
 
 Route = Literal["cpu", "cuda", "ipc"]
@@ -220,7 +222,7 @@ class _Target(NamedTuple):
 
 @dataclass
 class _Last:
-    """The group of the last round to a kind of device."""
+    """The group of the last round for a kind of device."""
 
     group: Group
     members: list[str]
@@ -239,7 +241,7 @@ class Sender:
         window_s: float = _WINDOW_S,
         meet_s: float = MEET_S,
     ) -> None:
-        """Send from `device`, by default the CPU; `folder` takes what must outlive this process."""
+        """Send from `device` (default: the CPU); `folder` stores what must outlive this process."""
         self._broker = broker
         self._scope = scope
         self._folder = folder
@@ -256,16 +258,16 @@ class Sender:
         self._num_groups = 0
         self._last: dict[str, _Last] = {}
 
-    # What is held -----------------------------------------------------------------------------
+    # Held payloads ----------------------------------------------------------------------------
 
     async def put(
         self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
     ) -> tuple[str, str]:
         """Hold a payload; return its location and digest. Raises StorageError.
 
-        Views of one whole, read-only array are held as they are, others are copied.
+        Views of one complete, read-only array are kept, others are copied.
         """
-        pinned = self._device.type == "cuda"  # its GPU then copies at the speed of its bus
+        pinned = self._device.type == "cuda"  # copies to the GPU then run at bus speed
         payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
         digest = await asyncio.to_thread(fingerprint, payload)
         older = list(self._held)[:-_IN_MEMORY]
@@ -278,18 +280,18 @@ class Sender:
         return location, digest
 
     async def holds(self, location: str) -> bool:
-        """Return whether a payload is in memory, or a file."""
+        """Return whether a payload is in memory or in a file."""
         return location in self._held or await asyncio.to_thread(self._file(location).is_file)
 
     async def secure(self, locations: Iterable[str]) -> None:
-        """Write payloads that are in memory alone into files. Raises StorageError."""
+        """Write payloads that are only in memory into files. Raises StorageError."""
         for location in locations:
             held, file = self._held.get(location), self._file(location)
             if held is not None and not await asyncio.to_thread(file.is_file):
                 await asyncio.to_thread(write_file, file, held.entries, [_view_of(held.payload)])
 
     async def remove(self, location: str) -> None:
-        """Forget a payload; harmless if it is gone."""
+        """Remove a payload; harmless if it is gone."""
         self._held.pop(location, None)
         await asyncio.to_thread(remove_file, self._file(location))
 
@@ -297,7 +299,7 @@ class Sender:
         return self._folder / f"{location}.safetensors"
 
     async def _payload(self, target: _Target) -> Tensor:
-        """Return uint8[N] in the machine's memory. Raises NotFoundError, StorageError."""
+        """Return uint8[N] in host memory. Raises NotFoundError, StorageError."""
         held = self._held.get(target.location)
         if held is not None:
             return held.payload
@@ -308,7 +310,7 @@ class Sender:
     # Rounds -----------------------------------------------------------------------------------
 
     async def open(self, service: Service) -> None:
-        """Answer receivers from now on; `serve` sends to them. Raises DeadlineError."""
+        """Start answering receivers; `serve` sends to them. Raises DeadlineError."""
         deadline = self._broker.clock() + _CONNECTED_S
         await self._broker.wait_connected(deadline, waiting_for="the broker")
         self._address = await asyncio.to_thread(own_address, *server_of(self._broker))
@@ -316,8 +318,8 @@ class Sender:
         await service.endpoint("weights", self._scope.weights_join, JoinRound, self._join)
 
     async def serve(self) -> None:
-        """Answer requests, one round after the other, for ever."""
-        assert self._store is not None  # it was opened
+        """Answer requests, one round after another, forever."""
+        assert self._store is not None  # set by `open`
         try:
             while True:
                 await self._wait_for_requests()
@@ -331,7 +333,7 @@ class Sender:
                 self._leave(device)
 
     async def _replace_store(self) -> None:
-        """Open another TCPStore; receivers connect to it as to that of a new learner."""
+        """Open another TCPStore; receivers connect to it as if to a new learner."""
         self._store = await asyncio.to_thread(open_store, self._address)
         self._num_groups = 0
         waiting, self._waiting = self._waiting, {}
@@ -340,7 +342,7 @@ class Sender:
 
     async def _join(self, request: JoinRound) -> Round:
         """Give a receiver a place in the next round of the version that it requests."""
-        assert self._store is not None  # requests are served only then
+        assert self._store is not None  # requests are served only afterwards
         if request.port != self._store.port:
             return self._answer("connect", self._store)
         if not await self.holds(request.location):
@@ -366,7 +368,7 @@ class Sender:
             await self._requested.wait()
 
     async def _window(self, target: _Target) -> None:
-        """Wait briefly for further requests, or until all of the last round have asked."""
+        """Wait briefly for further requests, or until all members of the last round have asked."""
         loop = asyncio.get_running_loop()
         last, opened = self._last.get(target.device), loop.time()
         while last is None or not set(last.members) <= set(self._waiting[target]):
@@ -379,7 +381,7 @@ class Sender:
                     await self._requested.wait()
 
     async def _round(self, target: _Target, waiting: Mapping[str, _Asker], store: Store) -> None:
-        """Send a version to the receivers; one that it does not reach requests it again."""
+        """Send a version to the receivers; a receiver that it does not reach requests it again."""
         now = asyncio.get_running_loop().time()
         askers = {name: entry for name, entry in waiting.items() if entry.until > now}
         for late in waiting.keys() - askers.keys():
@@ -404,7 +406,7 @@ class Sender:
             self._leave(target.device)
 
     async def _group(self, askers: Mapping[str, _Asker], device: Route, store: Store) -> Group:
-        """Answer with places and return the group: that of the last round, or a new one."""
+        """Assign places and return the group: the group of the last round, or a new one."""
         last = self._last.get(device)
         again = last is not None and _are_all_of(last, askers)
         members = last.members if last and again else list(askers)
@@ -447,10 +449,10 @@ def _are_all_of(last: _Last, askers: Mapping[str, _Asker]) -> bool:
 
 
 def route(own: str, gpus: Sequence[str]) -> Route:
-    """Return how a receiver on `gpus` is reached from the GPU `own`, all by their UUIDs.
+    """Return how a receiver on `gpus` is reached from the GPU `own`, all given by UUID.
 
-    NCCL refuses two ranks on one GPU. So a receiver on the learner's GPU alone maps its memory, and
-    one on that GPU and others is sent to main memory.
+    NCCL refuses two ranks on one GPU. So a receiver on only the learner's GPU maps the learner's
+    memory, and a receiver on that GPU and others receives in host memory.
     """
     if not own or not gpus:
         return "cpu"
@@ -460,7 +462,7 @@ def route(own: str, gpus: Sequence[str]) -> Route:
 
 
 def _apart(askers: Mapping[str, _Asker]) -> tuple[dict[str, _Asker], dict[str, _Asker]]:
-    """Divide receivers into those that do not share a GPU with each other, and the rest."""
+    """Divide receivers into those that share no GPU with each other, and the rest."""
     used: set[str] = set()
     now: dict[str, _Asker] = {}
     for name, asker in askers.items():
@@ -472,7 +474,7 @@ def _apart(askers: Mapping[str, _Asker]) -> tuple[dict[str, _Asker], dict[str, _
 
 
 def _held_or_copied(views: Sequence[memoryview], *, pinned: bool) -> Tensor:
-    """Return the bytes of views: their array if they are all of it, else a copy."""
+    """Return the bytes of views: their array if they cover it, else a copy."""
     size = sum(len(view) for view in views)
     whole = views[0].obj if views else None
     is_whole = all(view.obj is whole and view.readonly for view in views)

@@ -1,9 +1,9 @@
-"""Groups of a learner and the receivers of its weights, and their members; most of it blocks.
+"""Process groups of a learner and its receivers, and their members; most calls block.
 
-The groups are not the default group of torch.distributed, of which a process has one that cannot
-change: a process may be in one after the other. Members meet through a TCPStore of the learner,
-which listens on the address by which the learner's machine reaches the broker. They connect to each
-other only when all are there, so a missing one costs a deadline, not a half-made communicator.
+The groups are not the default group of torch.distributed, which cannot change: a process may be in
+several groups one after another. Members meet through a TCPStore of the learner, which listens on
+the address by which the learner's machine reaches the broker. They connect to each other only when
+all are present, so a missing member costs a deadline, not an incomplete communicator.
 """
 
 # torch leaves some of its methods untyped, and its stores out of `__all__`.
@@ -40,7 +40,7 @@ from .shared_memory import MEMORY_FOLDER
 from .tensors import PART_BYTES, Payload, fingerprint
 
 MEET_S = 20.0
-"""A group is given up when a member is not there after so long."""
+"""Time after which a group without all members is given up."""
 
 
 class ProcessGroupFailed(BrokerError):
@@ -48,11 +48,11 @@ class ProcessGroupFailed(BrokerError):
 
 
 Store: TypeAlias = dist.TCPStore
-"""Where members of a group meet."""
+"""Store through which members of a group meet."""
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address from which this machine reaches another one; nothing is sent."""
+    """Return the address from which this machine reaches another; nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -62,7 +62,7 @@ def own_address(host: str, port: int) -> str:
 def interface_of(address: str) -> str:
     """Return the network interface that has an address of this machine.
 
-    Raises ConfigError for an address that no interface has.
+    Raises ConfigError for an address without an interface.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(candidate.address.partition("%")[0] == address for candidate in addresses):
@@ -74,7 +74,7 @@ def interface_of(address: str) -> str:
 
 
 def no_route(who: str, address: str, error: BaseException | str) -> ProcessGroupFailed:
-    """Return the error of a member that met the others at the store and cannot connect to them."""
+    """Return the error of a member that found the others in the store but cannot connect."""
     first = str(error).partition("\n")[0]
     return ProcessGroupFailed(
         f"{who}, at {address} ({interface_of(address)}), cannot connect to the others: {first}",
@@ -102,7 +102,7 @@ def open_store(address: str) -> Store:
 
 
 def reach_store(address: str, port: int, instead: str = "") -> Store:
-    """Connect to the learner's TCPStore; ProcessGroupFailed where it cannot be reached.
+    """Connect to the learner's TCPStore; ProcessGroupFailed if it cannot be reached.
 
     `instead` adds an alternative to the hint.
     """
@@ -119,7 +119,7 @@ def reach_store(address: str, port: int, instead: str = "") -> Store:
 
 
 def server_of(broker: Broker) -> tuple[str, int]:
-    """Return host and port of the server that a connection is at; BrokerError where it is down."""
+    """Return host and port of a connection's server; BrokerError if it is down."""
     url = broker.nc.connected_url
     if url is None or url.hostname is None or url.port is None:
         raise BrokerError("the connection to the broker is down", hint="start the learner again")
@@ -128,20 +128,20 @@ def server_of(broker: Broker) -> tuple[str, int]:
 
 BUCKET_BYTES = PART_BYTES
 BUCKET_S = 60.0
-"""A bucket that takes longer fails, and the round with it."""
+"""Time after which a bucket, and with it the round, fails."""
 FORM_S = 2 * BUCKET_S
-"""Bound of `Group.meet`, beyond all deadlines within it: NCCL has none of its own."""
+"""Limit of `Group.meet`, beyond all deadlines within it, since NCCL has none."""
 _POLL_S = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_ONLY = "2"
-"""A lost member ends the communicator; by torch's default it would end the process."""
+"""A lost member ends the communicator; by torch's default it ends the process."""
 
 
 class ProcessGroup:
-    """A process group of one learner, rank 0, and its receivers."""
+    """A process group of a learner (rank 0) and its receivers."""
 
     def __init__(self, name: str, device: torch.device, backend: Any) -> None:
-        """Wrap a process group; `meet` makes one."""
+        """Wrap a process group; `meet` creates one."""
         self.name = name
         self.device = device
         self._backend = backend
@@ -159,22 +159,22 @@ class ProcessGroup:
     ) -> "ProcessGroup":
         """Form the group of this name with the other members.
 
-        `address` is where this machine listens for them. Raises ProcessGroupFailed when one is not
-        there within `meet_s`, or cannot be reached.
+        `address` is where this machine listens for them. Raises ProcessGroupFailed if a member is
+        missing after `meet_s`, or cannot be reached.
         """
         own = dist.PrefixStore(name, store)
         try:
             wait_for_all(own, rank, size, meet_s)
             if device.type == "cuda":
-                # NCCL might choose another interface, to which the others have no route.
+                # NCCL might choose another interface, to which others have no route.
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address))
                 return cls(name, device, _nccl(own, rank, size, device))
             return cls(name, device, _gloo(own, rank, size, address))
-        except RuntimeError as error:  # all that torch.distributed raises
+        except RuntimeError as error:  # torch.distributed raises nothing more specific
             raise no_route(f"member {rank} of group {name}", address, error) from error
 
     def send(self, payload: Tensor) -> None:
-        """Give uint8[N], in the machine's memory, to all; ProcessGroupFailed if one is lost."""
+        """Send uint8[N] in host memory to all members; ProcessGroupFailed if one is lost."""
         non_blocking = payload.is_pinned()
         deque(
             self._move(
@@ -190,9 +190,9 @@ class ProcessGroup:
         return payload
 
     def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
-        """Yield uint8[N] from the learner in buckets, for a receiver without room for all of it.
+        """Yield uint8[N] from the learner in buckets, for a receiver without room for all.
 
-        Raises ProcessGroupFailed. A receiver that does not take the last bucket leaves the group.
+        Raises ProcessGroupFailed. A receiver that does not read the last bucket leaves the group.
         """
         sizes = [min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES)]
         return self._move(
@@ -200,7 +200,7 @@ class ProcessGroup:
         )
 
     def leave(self) -> None:
-        """Close the connections; a member that waits in a collective fails soon.
+        """Close the connections; members waiting in a collective fail soon.
 
         The only method that does not block.
         """
@@ -211,7 +211,7 @@ class ProcessGroup:
             ).start()
 
     def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-        """Broadcast one bucket after the other, two at a time."""
+        """Broadcast the buckets in order, two at a time."""
         backend = self._backend
         if backend is None:
             raise ProcessGroupFailed(f"group {self.name} was left", hint=AGAIN)
@@ -242,7 +242,7 @@ AGAIN = "receivers that are still there ask again and form another group"
 
 
 def _end(last: list[Any]) -> None:
-    """End a process group that nothing else refers to: gloo closes when it is destroyed."""
+    """End a process group without other references; gloo closes when it is destroyed."""
     last[0].abort()
     last.clear()
 
@@ -260,14 +260,14 @@ def _start(backend: Any, bucket: Tensor) -> Any:
 
 
 def _finish(work: Any, bucket: Tensor) -> Tensor:
-    """Return a bucket once it is there; NCCL's own wait has no deadline."""
+    """Return a bucket once it has arrived; NCCL's own wait has no deadline."""
     _wait(work.is_completed, "a bucket", BUCKET_S)
     work.wait()
     return bucket
 
 
 def _wait(holds: Callable[[], bool], whom: str, deadline_s: float, poll_s: float = _POLL_S) -> None:
-    """Wait until `holds()`; TimeoutError that names who was waited for."""
+    """Wait until `holds()`; raises TimeoutError that names the missing members."""
     deadline = time.monotonic() + deadline_s
     while not holds():
         if time.monotonic() > deadline:
@@ -276,7 +276,7 @@ def _wait(holds: Callable[[], bool], whom: str, deadline_s: float, poll_s: float
 
 
 def wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:
-    """Report that this member is there, and wait for the others."""
+    """Report that this member is present, and wait for the others."""
     store.set(f"here/{rank}", "")
     places = [f"here/{other}" for other in range(size)]
     try:
@@ -316,9 +316,9 @@ def _nccl(store: dist.PrefixStore, rank: int, size: int, device: torch.device) -
 
 # -- a buffer on a GPU that the learner and a receiver share ---------------------------------------
 # NCCL refuses two ranks on one device. So the learner exports a buffer of two buckets (CUDA IPC),
-# the receivers open it, and both tell each other by counters in their TCPStore which bucket is
-# written and which was read: one is copied out while the next is copied in. In main memory the
-# buffer is a file of shared memory, for the same steps without a GPU.
+# the receivers open it, and counters in the TCPStore tell which bucket was written and which was
+# read: one is copied out while the next is copied in. Without a GPU the same steps use a file of
+# shared memory as the buffer.
 
 _SLOTS = 2
 _REBUILT = (
@@ -332,31 +332,31 @@ _REBUILT = (
     "event_handle",
     "event_sync_required",
 )
-"""The last arguments of `rebuild_cuda_tensor`, numbers and bytes; the first say what it is."""
+"""The last arguments of `rebuild_cuda_tensor`, numbers and bytes; the first describe the tensor."""
 
 
 def _export_buffer(buffer: Tensor) -> bytes:
-    """Return a handle by which another process of this machine opens a buffer on a GPU, once."""
+    """Return a handle with which another process of this machine can open a GPU buffer once."""
     arguments = cast(Any, reductions).reduce_tensor(buffer)[1]
     return pack(list(arguments[-len(_REBUILT) :]))
 
 
 def _open_buffer(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
-    """Return the buffer that another process has exported, as this one's `device` sees it."""
+    """Return the buffer exported by another process, on this process's `device`."""
     arguments = dict(zip(_REBUILT, cast("list[Any]", unpack(handle)), strict=True))
-    arguments["storage_device"] = device.index  # its number may differ between processes
+    arguments["storage_device"] = device.index  # device numbers differ between processes
     return cast(Any, reductions).rebuild_cuda_tensor(
         torch.Tensor, (num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, **arguments
     )
 
 
 class SharedBufferGroup:
-    """A learner, rank 0, and receivers on its GPU; has the methods of `ProcessGroup`."""
+    """A learner (rank 0) and receivers on its GPU; has the methods of `ProcessGroup`."""
 
     def __init__(
         self, name: str, store: dist.PrefixStore, rank: int, size: int, buffer: Tensor
     ) -> None:
-        """Wrap a buffer of uint8[2 * BUCKET_BYTES]; `meet` makes one."""
+        """Wrap a buffer of uint8[2 * BUCKET_BYTES]; `meet` creates one."""
         self.name = name
         self.device = buffer.device
         self._store = store
@@ -364,7 +364,7 @@ class SharedBufferGroup:
         self._others = range(1, size)
         self._buffer: Tensor | None = buffer
         self._num_moved = 0
-        """Buckets since the group was formed."""
+        """Number of buckets since the group was formed."""
 
     @classmethod
     def meet(
@@ -394,7 +394,7 @@ class SharedBufferGroup:
         return cls(name, own, rank, size, buffer)
 
     def send(self, payload: Tensor) -> None:
-        """Give uint8[N], in the machine's memory, to all; ProcessGroupFailed if one is lost."""
+        """Send uint8[N] in host memory to all members; ProcessGroupFailed if one is lost."""
         with _as_failed(self):
             buckets = buckets_of(payload)
             for bucket in buckets:
@@ -448,14 +448,14 @@ class SharedBufferGroup:
         return self._buffer[start : start + num_bytes]
 
     def _settle(self) -> None:
-        """Wait until a copy is done: the other process reads or writes the slot next."""
+        """Wait for the end of a copy: the other process reads or writes the slot next."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 @contextlib.contextmanager
 def _as_failed(group: SharedBufferGroup) -> Iterator[None]:
-    """Leave a group when something fails, and raise ProcessGroupFailed."""
+    """On any error, leave the group and raise ProcessGroupFailed."""
     try:
         yield
     except BaseException as error:
@@ -469,7 +469,7 @@ def _as_failed(group: SharedBufferGroup) -> Iterator[None]:
 def _offered(
     store: dist.PrefixStore, num_bytes: int, size: int, device: torch.device, meet_s: float
 ) -> Tensor:
-    """Make a buffer, and wait until the others have opened it."""
+    """Create a buffer, and wait until the others have opened it."""
     others = range(1, size)
     path = ""
     if device.type == "cuda":
@@ -480,7 +480,7 @@ def _offered(
         buffer = _mapped(path, num_bytes)
     try:
         for other in others:
-            # One export for each: torch counts them against those that are closed.
+            # One export per receiver, since torch counts exports against closed ones.
             handle = path.encode() if path else _export_buffer(buffer)
             store.set(f"buffer/{other}", handle.hex())
         wait_for_all(store, 0, size, meet_s)
@@ -517,9 +517,9 @@ def meet_group(
     address: str,
     meet_s: float = MEET_S,
 ) -> Group:
-    """Form the group of this name with the other members; it blocks.
+    """Form the group of this name with the other members; blocks.
 
-    Raises ProcessGroupFailed when a member is not there within `meet_s`.
+    Raises ProcessGroupFailed if a member is missing after `meet_s`.
     """
     if route == "ipc":
         return SharedBufferGroup.meet(store, name, rank, size, device, meet_s)
@@ -528,18 +528,18 @@ def meet_group(
 
 
 class Member(Protocol):
-    """Joins groups and receives for one receiver."""
+    """Joins groups and receives weights for a receiver."""
 
     device: Literal["cpu", "cuda"]
-    """Where it wants weights."""
+    """Device for received weights."""
     num_ranks: int
-    """Places that it takes."""
+    """Number of places in a group."""
     gpus: list[str]
     """UUIDs of its GPUs."""
 
     @property
     def group(self) -> str:
-        """The group that it is in; empty: none."""
+        """Name of its group; empty: none."""
         ...
 
     async def connect(self, address: str, port: int) -> None:
@@ -548,11 +548,11 @@ class Member(Protocol):
         ...
 
     async def join(self, place: Round) -> None:
-        """Form the group of a place, unless it is in that group. Raises ProcessGroupFailed."""
+        """Form the group of a place, unless already in it. Raises ProcessGroupFailed."""
         ...
 
     async def receive(self, manifest: Manifest) -> Payload | None:
-        """Receive a version in the group; return its payload, or None if it was loaded already.
+        """Receive a version in the group; return its payload, or None if it is already loaded.
 
         Raises ProcessGroupFailed, DigestMismatch.
         """
@@ -564,12 +564,12 @@ class Member(Protocol):
 
 
 class LocalMember:
-    """This process: receives the whole payload into the memory of its device."""
+    """This process: receives whole payloads into the memory of its device."""
 
     num_ranks = 1
 
     def __init__(self, device: torch.device, meet_s: float = MEET_S) -> None:
-        """Start without a group."""
+        """There is no group yet."""
         self.device: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         self.gpus = [gpu] if (gpu := gpu_of(device)) else []
         self._device = device
@@ -579,7 +579,7 @@ class LocalMember:
 
     @property
     def group(self) -> str:
-        """The group that it is in; empty: none."""
+        """Name of its group; empty: none."""
         return "" if self._group is None else self._group.name
 
     async def connect(self, address: str, port: int) -> None:
@@ -595,7 +595,7 @@ class LocalMember:
         try:
             async with asyncio.timeout(FORM_S):
                 self._group = await in_daemon_thread(partial(self._meet, place), "weights group")
-        except TimeoutError as error:  # NCCL itself waits for ever
+        except TimeoutError as error:  # NCCL itself waits forever
             address = own_address(place.address, place.port)
             late = f"nothing came in {FORM_S:g} s"
             who = f"member {place.rank} of group {place.group}"
@@ -604,7 +604,7 @@ class LocalMember:
     async def receive(self, manifest: Manifest) -> Payload | None:
         """Receive a version; see `Member.receive`."""
         group = self._group
-        assert group is not None  # it was joined
+        assert group is not None  # joined before
         payload = await in_daemon_thread(lambda: group.receive(manifest.num_bytes), "weights")
         digest = await in_daemon_thread(lambda: fingerprint(payload), "weights digest")
         if digest != manifest.digest:
@@ -618,7 +618,7 @@ class LocalMember:
             group.leave()
 
     def _meet(self, place: Round) -> Group:
-        assert self._store is not None  # the learner gives a place only then
+        assert self._store is not None  # the learner assigns a place only after `connect`
         return meet_group(
             place.device,
             self._store,
@@ -632,4 +632,4 @@ class LocalMember:
 
 
 INSTEAD = "; or set weights.transport=object"
-"""An alternative where the learner cannot be reached."""
+"""Hint with an alternative for an unreachable learner."""

@@ -1,8 +1,8 @@
 """The receiver's side: engines follow the published versions of weights.
 
-`WeightFollower` fetches the newest version, has the engines load it, and wakes what waits for it. A
-validation pins the engines to its version; newer ones wait until it has ended. The engines go back
-to an older version once no episode runs that began with a newer one.
+`WeightFollower` fetches the newest version, loads it into the engines, and wakes waiting tasks. A
+validation pins the engines to its version; newer versions wait until it has ended. The engines
+return to an older version once no running episode began with a newer one.
 """
 
 import asyncio
@@ -26,12 +26,11 @@ _log = structlog.get_logger()
 
 
 KvOnSwap = Literal["keep", "recompute"]
-"""What running requests do with their keys and values when weights change: continue with them, or
-compute them anew."""
+"""Handling of running requests' keys and values at new weights: keep them, or recompute them."""
 
 
 class LoadsWeights(Protocol):
-    """What an engine does with new weights; see `actors.engine.engine.Engine`."""
+    """An engine that loads new weights; see `actors.engine.engine.Engine`."""
 
     @property
     def has_weights(self) -> bool:
@@ -41,33 +40,33 @@ class LoadsWeights(Protocol):
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
     ) -> None:
-        """Make a version the engine's weights."""
+        """Load a version as the engine's weights."""
         ...
 
 
 @runtime_checkable
 class DirectEngine(Protocol):
-    """An engine whose workers may receive versions from the learner, without this process."""
+    """An engine whose workers may receive versions directly from the learner."""
 
     def takes_from_learner(self, manifest: Manifest) -> bool:
         """Return whether its workers receive this version."""
         ...
 
     async def receive_weights(self, manifest: Manifest, store: WeightStore, kv: KvOnSwap) -> None:
-        """Have the workers receive a version, and make it the engine's weights."""
+        """Receive a version in the workers as the engine's weights."""
         ...
 
 
 Load: TypeAlias = Callable[[KvOnSwap], Awaitable[None]]
-"""Makes a version the weights of engines. Raises what `WeightStore.fetch` raises."""
+"""Loads a version into engines. Raises what `WeightStore.fetch` raises."""
 
 
 async def fetch_version(
     store: WeightStore, engines: Mapping[str, LoadsWeights], manifest: Manifest
 ) -> Load:
-    """Fetch a published version; return what makes it the weights of engines, each by its policy.
+    """Fetch a published version; return the function that loads it into engines, by policy.
 
-    Nothing is fetched for an engine whose workers receive it themselves: they do when it is loaded.
+    Nothing is fetched for an engine whose workers receive the version themselves, during loading.
     Raises what `WeightStore.fetch` raises.
     """
     only = next(iter(engines.values())) if len(engines) == 1 else None
@@ -83,7 +82,7 @@ async def fetch_version(
 
 
 def of_policy(tensors: Mapping[str, TensorSource], policy: str = MAIN) -> dict[str, TensorSource]:
-    """Return the tensors of one policy, by the names that its model gives them."""
+    """Return the tensors of one policy by the names in its model."""
     prefix = prefix_of(policy)
     return {
         name.removeprefix(prefix): tensor
@@ -106,15 +105,15 @@ class WeightFollower:
         self._swap = asyncio.Lock()
         self._pinned: int | None = None
         self._may_load = asyncio.Event()
-        """Cleared while a learner on the same GPU trains and leaves no room for weights."""
+        """Cleared while a training learner on the same GPU leaves no room for weights."""
         self._may_load.set()
         self._num_users = 0
         self._newest = -1
         self.version = -1
-        """Version that is loaded; -1 before the first."""
+        """The loaded version; -1 before the first."""
 
     async def follow_versions(self) -> None:
-        """Load every newest version, for ever."""
+        """Load every newest version, forever."""
         while True:
             manifest = await self._newer()
             if manifest is None:
@@ -124,22 +123,22 @@ class WeightFollower:
                 await self._advance(manifest.version, load)
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
-                await asyncio.sleep(_REMOVED_PAUSE_S)  # a newer version is published, or will be
+                await asyncio.sleep(_REMOVED_PAUSE_S)  # a newer version exists or will
                 continue
             except DeadlineError as error:  # engines continue with the loaded version
                 _log.warning("weights_late", version=manifest.version, error=error.message)
                 continue
 
     async def wait_for(self, version: int) -> None:
-        """Wait until the engine is at `version` or newer."""
+        """Wait until the engines are at `version` or newer."""
         await self._until(lambda: self.version >= version)
 
     def hold(self) -> None:
-        """Load no version until `release`."""
+        """Stop loading versions until `release`."""
         self._may_load.clear()
 
     def release(self) -> None:
-        """Load versions again."""
+        """Resume loading versions."""
         self._may_load.set()
 
     async def until_room(self) -> None:
@@ -147,9 +146,10 @@ class WeightFollower:
         await self._may_load.wait()
 
     def may_give_up(self, engine: LoadsWeights) -> bool:
-        """Return whether an engine that goes to sleep may drop its weights: another version comes.
+        """Return whether a sleeping engine may drop its weights, as another version will come.
 
-        Not while it is pinned, as for a validation, and not if its versions come from elsewhere.
+        Not while it is pinned, for example for a validation, or if its versions come from another
+        job.
         """
         is_own = any(engine is followed for followed in self._engines.values())
         return is_own and self._pinned is None and self.version >= 0
@@ -160,11 +160,11 @@ class WeightFollower:
         return all(engine.has_weights for engine in self._engines.values())
 
     async def regain(self) -> bool:
-        """Load the current version again if engines have dropped their weights.
+        """Reload the current version if engines have dropped their weights.
 
-        That happens when the learner was restarted, or engines were pinned meanwhile. The learner
-        must have the version: one that still trains towards it would wait for these engines.
-        Returns False if the version cannot be fetched now.
+        This happens after a restart of the learner, or if engines were pinned meanwhile. The
+        learner must have the version already: while training towards it, it would wait for these
+        engines. Returns False if the version cannot be fetched now.
         """
         async with self._swap:
             if self.has_weights:
@@ -184,7 +184,7 @@ class WeightFollower:
 
     @asynccontextmanager
     async def using(self, version: int) -> AsyncIterator[None]:
-        """Wait for `version` or a newer one; engines stay at it or newer ones in the block."""
+        """Wait for `version` or newer; within the block, engines do not go below it."""
         await self._until(lambda: self.version >= version and not self.is_back)
         self._num_users += 1
         try:
@@ -194,7 +194,7 @@ class WeightFollower:
             self._notify()
 
     async def pin(self, version: int) -> None:
-        """Load exactly this version, and pin the engines to it until `unpin`; one at a time.
+        """Load exactly this version, and pin the engines to it until `unpin`; one pin at a time.
 
         Waits until the version is published. Raises NotFoundError if it was removed, and what
         `WeightStore.fetch` raises; then no version is pinned.
@@ -230,7 +230,7 @@ class WeightFollower:
         await self._until(lambda: not self.is_back)
 
     async def _newer(self) -> Manifest | None:
-        """Wait for a version newer than the loaded one; None: try again, as after going back."""
+        """Wait for a version newer than the loaded one; None: retry, as after a return."""
         version = self.version
         newer = asyncio.ensure_future(self._store.wait_newer(version, timeout_s=_POLL_S))
         back = asyncio.ensure_future(
@@ -244,7 +244,7 @@ class WeightFollower:
             back.cancel()
 
     async def _advance(self, version: int, load: Load) -> None:
-        """Load a version if it is newer, as soon as none is pinned."""
+        """Load a version if it is newer, once none is pinned."""
         while True:
             await self._until(lambda: self._pinned is None)
             async with self._swap:
@@ -261,7 +261,7 @@ class WeightFollower:
         self._notify()
 
     async def _fetch(self, version: int) -> Load:
-        """Fetch a version as soon as it is published; return what loads it."""
+        """Fetch a version once it is published; return the function that loads it."""
         manifest = await self._store.manifest(version)
         while manifest is None:
             latest = await self._store.latest()
@@ -280,6 +280,6 @@ class WeightFollower:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        """Wake all waits, which check their conditions."""
+        """Wake all waiting tasks, which check their conditions."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
-"""Differences between versions of 16-bit weights, and the versions that they are made from.
+"""Differences between versions of 16-bit weights, and their base versions.
 
-Learner and receivers hold the newest version in memory, and its anchor: the whole version that it
-was made from, if that is another one. Nothing here sends or stores bytes.
+Learner and receivers hold the newest version in memory, and its anchor: the whole version on which
+it is based, if it is another one. Nothing here sends or stores bytes.
 """
 
 import os
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 _MAGIC = b"TMQD\x01"
 _HEAD = struct.Struct("<5sQI")
-"""Magic, 16-bit words of the whole, words of a block."""
+"""Magic number, 16-bit words of the version, words of a block."""
 _BLOCK = struct.Struct("<5I")
-"""Changes, escaped gaps, escaped steps, bytes of the block, compressed bytes."""
+"""Number of changes, of escaped gaps, of escaped steps, bytes of the block, compressed bytes."""
 _BLOCK_WORDS = 1 << 22
 _FAR = 255
 """A gap of this many unchanged words or more is stored in four bytes."""
 _WIDE = -128
-"""A step that does not fit into a byte is stored in two."""
+"""A step that does not fit into one byte is stored in two."""
 
 
 Words = NDArray[np.uint16]
@@ -62,7 +62,7 @@ def encode(base: memoryview, target: memoryview, block_words: int = _BLOCK_WORDS
 def apply(difference: memoryview, words: memoryview) -> None:
     """Apply a difference to the base in `words`, in place.
 
-    Raises MessageError for a difference that is damaged or of another size; `words` is then
+    Raises MessageError for a difference that is damaged or has another size; `words` is then
     undefined. Only the digest of the result shows whether the base was the right one.
     """
     target = _words(words)
@@ -160,25 +160,25 @@ def _words(buffer: memoryview) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A version in memory."""
+    """A complete version in memory."""
 
     version: int
-    """The policy's number."""
+    """The policy's version."""
     tensors: list[TensorEntry]
     """Layout of the payload."""
     digest: str
     """SHA-256 of the payload, hexadecimal."""
     payload: memoryview
-    """All tensors, one after the other; never written to."""
+    """All tensors, concatenated; never modified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A difference that makes a version, and what it is applied to."""
+    """A difference that makes a version, and its base."""
 
     difference: Difference
     base: Whole | None
-    """What it is applied to; None: the anchor, which must be fetched first."""
+    """Version to which it is applied; None: the anchor, which must be fetched first."""
     anchor: Whole | None
     """The anchor of the result, if it is held and is not the base."""
 
@@ -187,11 +187,11 @@ class WeightHistory:
     """The newest version and its anchor."""
 
     def __init__(self, *, enabled: bool, full_snapshot_every: int) -> None:
-        """Start without a version; without `enabled` none is ever held."""
+        """There is no version yet; without `enabled`, none is ever held."""
         self._enabled = enabled
         self._full_snapshot_every = full_snapshot_every
         self.held: list[Whole] = []
-        """Newest first; its anchor is the last, which may be itself."""
+        """Held versions, newest first; the last is its anchor, which may be itself."""
 
     def keeps(self, tensors: Sequence[TensorEntry]) -> bool:
         """Return whether versions of this layout are held: half of the bytes or more are 16-bit."""
@@ -201,22 +201,22 @@ class WeightHistory:
         return self._enabled and num_bytes[2] >= num_bytes[4]
 
     def hold(self, whole: Whole, anchor: Whole | None = None) -> None:
-        """Hold a version unless a newer one is held: receivers fetch older ones, too."""
+        """Hold a version unless a newer one is held, as receivers also fetch older ones."""
         is_past = self.held and self.held[0].version > whole.version
         if self.keeps(whole.tensors) and not is_past:
             self.held = [whole] if anchor is None else [whole, anchor]
 
     def restart(self, whole: Whole) -> None:
-        """Hold a new anchor and nothing else."""
+        """Hold only a new anchor."""
         self.held = [whole]
 
     def encode(
         self, version: int, tensors: Sequence[TensorEntry], payload: memoryview
     ) -> list[tuple[Whole, bytes]]:
-        """Return the differences that make a new version, each with its base.
+        """Return the differences for a new version, each with its base.
 
-        The next anchor has only the one from the previous version. A version of another layout has
-        none, nor one for which they would not be smaller. Runs in a thread.
+        A new anchor has only the difference from the previous version. A version with another
+        layout has none, nor one whose differences would not be smaller. Runs in a thread.
         """
         if not self.held or self.held[0].tensors != tensors or self.held[0].version >= version:
             return []
@@ -225,11 +225,11 @@ class WeightHistory:
         return made if sum(len(text) for _, text in made) < len(payload) else []
 
     def is_anchor(self, version: int) -> bool:
-        """Return whether a new version is stored whole, as the base of later ones."""
+        """Return whether a new version is stored whole, as the base of later versions."""
         return not self.held or version >= self.held[-1].version + self._full_snapshot_every
 
     def step_to(self, manifest: Manifest) -> Step | None:
-        """Return the difference to make a version with; None if it must be fetched whole."""
+        """Return the difference that makes a version; None if the whole version must be fetched."""
         held = {(whole.version, whole.digest): whole for whole in self.held}
         steps = [
             (difference, held.get((difference.base, difference.base_digest)))

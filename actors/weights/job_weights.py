@@ -15,9 +15,9 @@ from .store import SeenFiles, WeightStore
 
 
 def open_weights(context: JobContext, sender: Sender | None = None) -> WeightStore:
-    """Open the weight store of a job with the transport that its configuration names.
+    """Open the weight store of a job with its configured transport.
 
-    A learner gives the `sender` of that transport, if it has one.
+    A learner passes the `sender` of that transport, if there is one.
     """
     config = context.config.weights
     device = device_of_new_weights(context.config)
@@ -38,10 +38,10 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
 
 
 def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
-    """Return the transport of a job: the configured one, or by the place of its actors.
+    """Return the transport of a job: the configured one, or chosen by the actors' places.
 
-    A learner and a generator that share a GPU have its UUID in their environment; their weights
-    travel by `nccl`, except from a learner without a network.
+    A learner and a generator that share a GPU have its UUID in their environment; they use `nccl`,
+    except for a learner without a network.
     """
     transport = context.config.weights.transport
     if transport != "auto":
@@ -59,7 +59,7 @@ def make_sender(context: JobContext) -> Sender | None:
 
 
 def follow_weights(context: JobContext, job: str) -> WeightStore:
-    """Open the weights of another job of the same user, whatever their transport."""
+    """Open the weights of another job of the same user, with that job's transport."""
     scope = JobScope(context.scope.user, job)
     receiver = BroadcastReceiver(context.broker, scope, device_of_new_weights(context.config))
     shared_bytes = context.config.weights.shared_bytes
@@ -67,9 +67,9 @@ def follow_weights(context: JobContext, job: str) -> WeightStore:
 
 
 def device_of_new_weights(config: JobConfig) -> torch.device:
-    """Return the device on which this process receives new weights.
+    """Return the device for new weights in this process.
 
-    vLLM's GPUs belong to its worker processes, which read new weights from main memory.
+    vLLM's GPUs belong to its worker processes, which read new weights from host memory.
     """
     if config.generator.engine == "vllm":
         return torch.device("cpu")

@@ -29,9 +29,9 @@ from .shared_memory import MappedFile
 
 # Files in a folder that learner and generators share.
 #
-# They have the safetensors layout, which other tools can open; the data part is the payload, of
-# which the digest is taken. A file is written under another name, renamed, and never changed in
-# place, so a reader that has mapped it can continue after it was removed.
+# They have the safetensors layout, which other tools can open; the digest covers the data part,
+# which is the payload. A file is written under another name, renamed, and never changed in place,
+# so a reader that has mapped it can continue after its removal.
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _LENGTH = struct.Struct("<Q")
@@ -39,7 +39,7 @@ _WRITE_BYTES = 64 * 2**20
 
 
 def write_file(path: Path, entries: list[TensorEntry], views: Sequence[memoryview]) -> str:
-    """Write the file, then give it its name; return the payload's BLAKE3. Runs in a thread.
+    """Write the file and rename it; return the payload's BLAKE3. Runs in a thread.
 
     Raises StorageError.
     """
@@ -64,9 +64,9 @@ def write_file(path: Path, entries: list[TensorEntry], views: Sequence[memoryvie
 
 
 def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
-    """Map the file; return the payload's BLAKE3 and the payload, privately writable.
+    """Map the file; return the payload's BLAKE3 and the payload (a private, writable map).
 
-    Runs in a thread. Raises NotFoundError when it was removed, StorageError.
+    Runs in a thread. Raises NotFoundError if it was removed, StorageError.
     """
     try:
         with path.open("rb") as file:
@@ -87,13 +87,13 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, which may not exist yet."""
+    """Return the free bytes on a folder's disk; the folder need not exist yet."""
     existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path("/"))
     return shutil.disk_usage(existing).free
 
 
 def remove_file(path: Path) -> None:
-    """Remove the file; readers that have it mapped keep it."""
+    """Remove the file; readers that have mapped it can continue."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
 
@@ -137,7 +137,7 @@ Transport = Literal["object", "file", "nccl"]
 
 
 class Payloads:
-    """Stores, fetches and removes bytes under names that are used once."""
+    """Stores, fetches and removes bytes under unique names."""
 
     def __init__(
         self,
@@ -149,9 +149,9 @@ class Payloads:
         *,
         sha256: bool = True,
     ) -> None:
-        """`transport` is how `put` stores; `get` takes it per payload.
+        """`transport` is used by `put`; `get` has it per payload.
 
-        Without `sha256` the stock tools do not read what is put.
+        Without `sha256`, standard NATS tools cannot read the stored objects.
 
         Raises ConfigError for the file transport without a folder.
         """
@@ -173,7 +173,7 @@ class Payloads:
         """Store bytes under a new name that begins with `label`; return location and digest.
 
         `entries` are the layout of a whole version, for the header of a file. Raises BrokerError,
-        DeadlineError, and StorageError, which has `is_full` where room is missing.
+        DeadlineError, and StorageError, with `is_full` if there is no room.
         """
         suffix = uuid.uuid4().hex[:8]
         if self._folder is not None and self.transport == "file":
@@ -194,7 +194,7 @@ class Payloads:
         return name, info.digest
 
     async def free_bytes(self) -> int:
-        """Return how many more bytes the bucket, or the disk of the folder, has room for."""
+        """Return the free bytes in the bucket, or on the disk of the folder."""
         if self._folder is not None and self.transport == "file":
             return await asyncio.to_thread(free_disk_bytes, self._folder)
         return await self._objects.free_bytes()
@@ -202,9 +202,9 @@ class Payloads:
     async def get(
         self, transport: Transport, location: str, num_bytes: int, digest: str
     ) -> memoryview:
-        """Return bytes that are not changed elsewhere.
+        """Return bytes, which no one else modifies.
 
-        Raises NotFoundError when they were removed, DigestMismatch, DeadlineError, StorageError.
+        Raises NotFoundError if they were removed, DigestMismatch, DeadlineError, StorageError.
         """
         if transport == "file":
             path = Path(location)
@@ -212,12 +212,12 @@ class Payloads:
             if size_on_disk != digest:
                 raise DigestMismatch(f"{path} has digest {size_on_disk}, stored was {digest}")
             return payload
-        buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
+        buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is overwritten anyway
         await self.get_into(location, digest, buffer)
         return buffer
 
     async def get_into(self, location: str, digest: str, buffer: memoryview) -> None:
-        """Read bytes out of NATS into a buffer of their size; raises what `get` raises."""
+        """Read bytes from NATS into a buffer of their size; raises what `get` raises."""
         info = await self._objects.info(location)
         if info is None:
             raise NotFoundError(
@@ -229,7 +229,7 @@ class Payloads:
         await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
 
     async def holds(self, transport: Transport, location: str) -> bool:
-        """Return whether bytes are there: their bucket may have been deleted and made again."""
+        """Return whether the bytes exist: their bucket may have been deleted and recreated."""
         if transport == "file":
             return await asyncio.to_thread(Path(location).is_file)
         return await self._objects.info(location) is not None
@@ -243,7 +243,7 @@ class Payloads:
                 await self._objects.delete(location)
 
     async def remove_others(self, locations: Iterable[str]) -> None:
-        """Remove all that the job has stored, also in part, except `locations`."""
+        """Remove everything stored by the job, also partial data, except `locations`."""
         named = set(locations)
         if self._folder is not None and self.transport == "file":
             await asyncio.to_thread(remove_other_files, self._folder, self._scope, named)
@@ -254,6 +254,6 @@ class Payloads:
 
 
 def locations(manifest: Manifest) -> list[str]:
-    """Return the locations of all that was stored for a version."""
+    """Return the locations of everything stored for a version."""
     places = [manifest.location, *(difference.location for difference in manifest.differences)]
     return [place for place in places if place]

@@ -1,7 +1,7 @@
 """The sender's side: a learner publishes the versions of its job's weights.
 
-`Publisher` copies the weights at once and sends the copy in the background, so training continues.
-How a version travels, how long it stays, and in which form receivers fetch it is behind `store`.
+`Publisher` copies the weights at once and sends the copy in the background, so that training
+continues. `store` decides a version's transport, form and lifetime.
 """
 
 import asyncio
@@ -28,8 +28,7 @@ _RESERVE_S = 60.0
 
 Tensors = dict[str, TensorBytes]
 Read = Callable[[Callable[[], Tensors]], "Awaitable[asyncio.Future[Tensors]]"]
-"""Starts a function that reads the weights, and returns its result to come as soon as they may be
-trained on."""
+"""Starts a function that reads the weights; returns its future once training may continue."""
 Snapshot = Callable[[torch.dtype, UnfinishedFile | None], Tensors]
 
 
@@ -45,9 +44,9 @@ class Publisher:
         kind: Literal["full", "lora"],
         num_evaluated: int,
     ) -> None:
-        """`snapshot` copies what changes from version to version, into a file if it gets one.
+        """`snapshot` copies the tensors that change between versions, into a file if given.
 
-        Such a copy has `snapshot_bytes`. At most `num_evaluated` versions wait for an evaluation.
+        The copy has `snapshot_bytes`. At most `num_evaluated` versions wait for an evaluation.
         """
         config = self._config = context.config
         self._context = context
@@ -65,14 +64,14 @@ class Publisher:
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.sending_bytes = 0
-        """Bytes of the copy that is being sent, if they are in this process's memory."""
+        """Bytes of the copy being sent, if they are in this process's memory."""
         self.send_s = 0.0
-        """Seconds that sending the last version took; training continued meanwhile."""
+        """Duration of the last transfer; training continued meanwhile."""
 
     async def reserve(self) -> None:
-        """Reserve room for all versions that may be needed at a time.
+        """Reserve room for all versions that may be needed at the same time.
 
-        Raises BrokerError, QuotaError or StorageError where a run cannot continue with the room.
+        Raises BrokerError, QuotaError or StorageError if the room does not suffice for a run.
         """
         if self._sender is not None:
             return
@@ -101,7 +100,7 @@ class Publisher:
     async def publish(self, version: int, read: Read, *, keep: Callable[[], Set[int]]) -> None:
         """Publish the model as `version`, after the previous publication has ended.
 
-        `keep` returns the versions that are needed now; it is called whenever room is needed.
+        `keep` returns the currently needed versions; it is called whenever room is needed.
         """
         await self.wait()
         if await self._store.is_out(version):
@@ -115,12 +114,12 @@ class Publisher:
             await self.wait()
 
     def _copy(self) -> Tensors:
-        """Copy the models; without a GPU into the machine's shared memory, if it has room."""
+        """Copy the models; without a GPU into shared memory, if there is room."""
         draft = None if own_device().type == "cuda" else self._store.draft(self._num_bytes)
         return self._snapshot(self._dtype, draft)
 
     async def serve(self) -> None:
-        """Send versions from this process's memory, for `nccl` only; runs for ever."""
+        """Send versions from this process's memory, for `nccl` only; runs forever."""
         if self._sender is not None:
             await self._sender.open(self._service)
             await self._sender.serve()
@@ -134,7 +133,7 @@ class Publisher:
         self._pinned.add(version)
 
     async def wait(self) -> None:
-        """Wait until the last publication is out; raise what it raised."""
+        """Wait until the last publication is done; raises its error."""
         if self._sending is not None:
             await self._sending
             self._sending = None
@@ -158,11 +157,11 @@ class Publisher:
 
 
 def num_versions(config: JobConfig, num_evaluated: int, *, differences: bool) -> tuple[int, int]:
-    """Return how many whole versions may be needed at a time, and the least that a run needs.
+    """Return how many whole versions may be needed at a time, and the minimum for a run.
 
-    Needed are the newest two and the one that is being stored, those that are evaluated, and
-    opponents in self-play; with differences also the anchors that those are made from. With room
-    for the newest, the next, one that is evaluated, and the opponents, a run continues more slowly.
+    Needed are the newest two versions, the one being stored, versions in evaluation, and opponents
+    in self-play; with differences also their anchors. With room for the newest, the next, one in
+    evaluation, and the opponents, a run continues more slowly.
     """
     opponents = config.self_play.pool_size if config.self_play.past_share else 0
     evaluated = int(config.validates)

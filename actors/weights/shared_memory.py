@@ -1,18 +1,18 @@
-"""One read of a version for all actors of a machine: files in its shared memory, named by digest.
+"""One read of a version for all actors of a machine: shared-memory files named by digest.
 
-The first of a machine's actors that needs some bytes makes them in a file that it has locked
-exclusively (flock), checks them, and gives the file its name. The others wait and map it, without a
-byte from the broker. A mapping holds a shared lock of its file, so the kernel counts the users, and
-a process that dies holds nothing. An unfinished file whose writer died is taken over at once by an
-actor that waits. A writer that hangs is waited for no longer than `_WAIT_S` and the time of a slow
-transfer; then each actor reads for itself, as it does where shared memory or room is missing.
+The first actor that needs some bytes writes them into a file under an exclusive lock (flock),
+checks them, and renames the file. The others wait and map it, without reading from the broker. A
+mapping holds a shared lock of its file, so the kernel counts the users, and a dead process holds
+nothing. A waiting actor takes over the unfinished file of a dead writer at once. Actors wait for a
+hanging writer no longer than `_WAIT_S` plus the time of a slow transfer; then each actor reads for
+itself, as it does without shared memory or room.
 
-The folder belongs to one system user, and no other can read or write there; processes of the same
-user could trace each other anyway. The writer checks the bytes, and a file with a name is never
-written again. Mappings are private: a write to one changes nothing for others. The learner copies a
+The folder belongs to one system user, and no other user can read or write there; processes of the
+same user could trace each other anyway. The writer checks the bytes, and a named file is never
+written again. Mappings are private: a write to one does not affect others. The learner copies a
 version into a file here before its digest is known (`draft`), so it needs no other copy, and reads
-it part by part, unmapping each part behind it. Unmapped files are removed some time after the last
-request, by each actor that makes a request and by the node when an actor ends.
+it part by part, unmapping each part after reading. Unmapped files are removed some time after the
+last request, by requesting actors and by the node when an actor ends.
 """
 
 import asyncio
@@ -37,34 +37,34 @@ _HALF = ".half"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART_BYTES = 16 << 20
 _LEAST_BYTES = 1 << 20
-"""Smaller payloads are fetched faster than looked for."""
+"""Smaller payloads are fetched without a lookup."""
 _WAIT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e6
 _POLL_S = 0.01
 _KEEP_S = 30.0
 _FREE_SHARE = 0.5
-"""The largest share of the free memory that a version takes."""
+"""The largest share of the free memory for one version."""
 Fill = Callable[[memoryview], Awaitable[None]]
 """`await fill(buffer)` writes the bytes, checked, into a buffer of their size."""
 _log = structlog.get_logger()
 
 
 class MappedFile(mmap.mmap):
-    """The bytes of a file, which other processes of this user can map, too."""
+    """The bytes of a file that other processes of this user can map, too."""
 
     path: Path
-    """Its path while this is mapped; in a shared folder, until it is removed."""
+    """Its path while mapped; in a shared folder, until it is removed."""
     is_in_memory = False
-    """Whether it is in this machine's memory, where reading cannot fail."""
+    """Whether it is in host memory, where reading cannot fail."""
     is_draft = False
-    """Whether it does not have the name yet by which others find it."""
+    """Whether it does not yet have the name under which others find it."""
 
 
 class MappedParts(Sequence[memoryview]):
-    """The bytes of a mapped file, part by part; a part is unmapped when the next is read."""
+    """The bytes of a mapped file in parts; a part is unmapped when the next one is read."""
 
     def __init__(self, mapped: MappedFile) -> None:
-        """Return parts of `mapped`, as views."""
+        """Hold parts of `mapped`, as views."""
         self._mapped = mapped
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class MappedParts(Sequence[memoryview]):
         return views[index]
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield each part, and unmap its pages behind it."""
+        """Yield each part, and unmap its pages afterwards."""
         for start in self._starts():
             part = memoryview(self._mapped)[start : start + _PART_BYTES]
             yield part
@@ -100,13 +100,13 @@ def whole_file(views: Sequence[memoryview]) -> MappedFile | None:
 
 
 def in_parts(views: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return the same bytes; those of a mapped file part by part, to save memory."""
+    """Return the same bytes; bytes of a mapped file in parts, to save memory."""
     mapped = whole_file(views)
     return views if mapped is None else MappedParts(mapped)
 
 
 def place_of(view: memoryview) -> tuple[Path, int] | None:
-    """Return the file that a view of a `MappedFile` is in, and its first byte there; else None."""
+    """Return the file of a `MappedFile` view, and the view's first byte in it; else None."""
     import numpy as np
 
     mapped = view.obj
@@ -117,12 +117,12 @@ def place_of(view: memoryview) -> tuple[Path, int] | None:
 
 
 def is_in_memory(view: memoryview) -> bool:
-    """Whether a view is in a `MappedFile` of this machine's memory."""
+    """Whether a view is in a `MappedFile` in host memory."""
     return isinstance(view.obj, MappedFile) and view.obj.is_in_memory
 
 
 class SharedMemory:
-    """Versions of one job in the shared memory of this machine."""
+    """Versions of a job in the shared memory of this machine."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class SharedMemory:
         root: Path = MEMORY_FOLDER,
         wait_s: float = _WAIT_S,
     ) -> None:
-        """Use at most `max_bytes` for the job; 0: share nothing."""
+        """Use at most `max_bytes` for the job; with 0, share nothing."""
         self._prefix = f"{scope.key}."
         self._max_bytes = max_bytes
         self._root = root
         self._wait_s = wait_s
 
     async def get(self, digest: str, num_bytes: int, fill: Fill) -> memoryview:
-        """Return the bytes of a digest, made by `fill` unless another actor has made them.
+        """Return the bytes of a digest, from another actor or else from `fill`.
 
         Raises what `fill` raises.
         """
@@ -153,7 +153,7 @@ class SharedMemory:
     async def offer(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
         """Share bytes of a digest with the others; return them, or None if they are not shared.
 
-        For the learner, which has them before they are sent. A draft only gets its name.
+        For the learner, which has the bytes before they are sent. A draft is only renamed.
         """
         mapped = whole_file(views)
         if mapped is not None and mapped.is_draft:
@@ -165,9 +165,9 @@ class SharedMemory:
         return await self._shared(digest, sum(len(view) for view in views), write)
 
     def draft(self, num_bytes: int) -> "UnfinishedFile | None":
-        """Return a file to write a version of unknown digest into; None without room.
+        """Return a file for a version of unknown digest; None without room.
 
-        Its `finished` is given to `offer`, once, when the digest is known.
+        Pass its `finished` to `offer`, once, when the digest is known.
         """
         if not _LEAST_BYTES <= num_bytes <= self._max_bytes:
             return None
@@ -177,7 +177,7 @@ class SharedMemory:
                 sweep(root=self._root)
                 place = folder / f"{self._prefix}{uuid.uuid4().hex}"
                 lock = _claimed(place)
-                assert lock is not None  # nobody else knows this name
+                assert lock is not None  # no other process has this name
                 half = self._begun(place, lock, num_bytes)
                 half.reserve()
                 return half
@@ -186,7 +186,7 @@ class SharedMemory:
             return None
 
     def _name(self, draft: MappedFile, digest: str) -> memoryview | None:
-        """Let others find a draft by its digest."""
+        """Rename a draft to its digest, so that others find it."""
         place = own_folder(self._root) / f"{self._prefix}{digest}"
         try:
             _half(draft.path).rename(place)
@@ -230,7 +230,7 @@ class SharedMemory:
             return self._begun(place, lock, num_bytes)
 
     def _begun(self, place: Path, lock: int, num_bytes: int) -> "UnfinishedFile":
-        """Return a claimed file, for which there is room; raises _NotShared if there is none."""
+        """Return a claimed file with room for the bytes; raises _NotShared without room."""
         half = UnfinishedFile(place, lock, num_bytes)
         try:
             self._make_room(place.parent, num_bytes)
@@ -240,7 +240,7 @@ class SharedMemory:
         return half
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
-        """Remove unused files until so much fits; raises _NotShared if it does not."""
+        """Remove unused files until the bytes fit; raises _NotShared if they do not."""
         files = sorted(_files(folder, self._prefix), key=lambda file: file.stat().st_mtime)
         total = num_bytes + sum(file.stat().st_size for file in files)
         for file in files:
@@ -258,16 +258,16 @@ class _NotShared(Exception):
 
 
 class UnfinishedFile:
-    """A file of shared memory that this process writes, not yet visible to others."""
+    """A shared-memory file that this process writes, not yet visible to others."""
 
     def __init__(self, place: Path, lock: int, num_bytes: int) -> None:
-        """`lock` is its descriptor, locked alone."""
+        """`lock` is its descriptor, locked exclusively."""
         self._place = place
         self._lock = lock
         self._num_bytes = num_bytes
 
     def buffer(self) -> memoryview:
-        """Return its memory, reserved, so that writing cannot run out of it."""
+        """Return its memory, reserved so that writing cannot run out of it."""
         with _as_not_shared():
             self.reserve()
             return memoryview(mmap.mmap(self._lock, self._num_bytes))
@@ -277,7 +277,7 @@ class UnfinishedFile:
         os.posix_fallocate(self._lock, 0, self._num_bytes)
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Append views, which costs half of what writing through a buffer does."""
+        """Append views, at half the cost of writing through a buffer."""
         with _as_not_shared():
             for view in views:
                 start = 0
@@ -285,7 +285,7 @@ class UnfinishedFile:
                     start += os.write(self._lock, view[start : start + _PART_BYTES])
 
     async def written(self, write: "Callable[[UnfinishedFile], Awaitable[None]]") -> memoryview:
-        """Write it and give it its name; return its mapping."""
+        """Write the file and rename it; return its mapping."""
         try:
             await write(self)
             with _as_not_shared():
@@ -295,7 +295,7 @@ class UnfinishedFile:
             raise
 
     def finished(self) -> memoryview:
-        """Return its mapping; it does not have the name yet by which others find it."""
+        """Return its mapping, before it has the name under which others find it."""
         mapped = self._sealed()
         mapped.is_draft = True
         return memoryview(mapped)
@@ -314,7 +314,7 @@ class UnfinishedFile:
         return mapped
 
     def give_up(self) -> None:
-        """Remove it; the next actor begins anew."""
+        """Remove the file; the next actor starts again."""
         with contextlib.suppress(OSError):
             _half(self._place).unlink()
         with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ class UnfinishedFile:
 
 
 def own_folder(root: Path = MEMORY_FOLDER) -> Path:
-    """Return this user's folder, made if it is missing; OSError for one that is not safe."""
+    """Return this user's folder, created if missing; OSError if it is not safe."""
     folder = root / f"tinkermq-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -333,8 +333,7 @@ def own_folder(root: Path = MEMORY_FOLDER) -> Path:
 
 
 def sweep(keep_s: float = _KEEP_S, root: Path = MEMORY_FOLDER) -> None:
-    """Remove files that are not mapped and were not requested in the last `keep_s`; a failure is
-    harmless."""
+    """Remove unmapped files not requested in the last `keep_s`; failures are harmless."""
     with contextlib.suppress(OSError):
         for file in _files(own_folder(root), ""):
             if time.time() - file.stat().st_mtime >= keep_s:
@@ -342,10 +341,10 @@ def sweep(keep_s: float = _KEEP_S, root: Path = MEMORY_FOLDER) -> None:
 
 
 async def _made(num_bytes: int, fill: Fill) -> memoryview:
-    """Return the bytes in memory of this process; numpy is not imported in a node, which sweeps."""
+    """Return the bytes in this process's memory; numpy is not imported by a sweeping node."""
     import numpy as np
 
-    buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
+    buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is overwritten anyway
     await fill(buffer)
     return buffer
 
@@ -359,7 +358,7 @@ def _half(place: Path) -> Path:
 
 
 def _mapped(place: Path, num_bytes: int) -> memoryview | None:
-    """Map a finished file; None where it does not exist or is just being removed."""
+    """Map a finished file; None if it does not exist or is being removed."""
     try:
         file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -371,7 +370,7 @@ def _mapped(place: Path, num_bytes: int) -> memoryview | None:
     except BlockingIOError:
         return None
     finally:
-        os.close(file)  # the mapping has a descriptor of its own, and with it the lock
+        os.close(file)  # the mapping has its own descriptor, and with it the lock
 
 
 def _map(file: int, num_bytes: int, place: Path) -> MappedFile:
@@ -389,7 +388,7 @@ def _claimed(place: Path) -> int | None:
     file = os.open(half, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = half.stat().st_ino == os.fstat(file).st_ino  # else it got its name meanwhile
+        is_there = half.stat().st_ino == os.fstat(file).st_ino  # else it was renamed meanwhile
         if is_there and not place.exists():
             file, claimed = -1, file
             return claimed
@@ -421,7 +420,7 @@ def _removed(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _as_not_shared() -> Iterator[None]:
-    """Raise _NotShared where shared memory cannot be used; actors then read for themselves."""
+    """Raise _NotShared if shared memory cannot be used; actors then read for themselves."""
     try:
         yield
     except OSError as error:

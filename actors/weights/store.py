@@ -1,20 +1,19 @@
 """The versions of a job's weights: manifests, payloads, announcements.
 
 The payload of a version is stored first, by one of three transports: an object in NATS, a file in a
-shared folder, or memory of the learner that torch.distributed sends. Then the manifest is written
-to KV as `v<version>` and, if it is the newest, as `latest`; then an announcement wakes receivers.
-So a manifest that can be read names a payload that is there, and a lost announcement costs two
-seconds.
+shared folder, or memory of the learner, sent by torch.distributed. Then the manifest is written to
+KV as `v<version>` and, if it is the newest, as `latest`; then an announcement wakes receivers. So a
+readable manifest names an existing payload, and a lost announcement costs two seconds.
 
-On the learner's own machine a whole version is used before it is stored: it is in shared memory,
-and its manifest comes with an announcement. If the learner dies before it is stored, its successor
+On the learner's machine a whole version is used before it is stored: it is in shared memory, and
+its manifest comes with an announcement. If the learner dies before it is stored, its successor
 trains the recorded batches again and publishes the same version.
 
-16-bit weights travel as differences where these are smaller: from the previous version, for
+16-bit weights are sent as differences if these are smaller: from the previous version, for
 receivers that have it, and from the newest whole version, the anchor, for receivers that missed
-versions. Both sides hold these two in memory; a receiver without them fetches the anchor. The
-result of a difference must have the manifest's digest, or the version is made again from the
-anchor. With the transport `nccl` all versions travel whole.
+versions. Both sides hold these two in memory; a receiver without them fetches the anchor. If the
+result of a difference does not have the manifest's digest, the version is rebuilt from the anchor.
+With the transport `nccl`, all versions are sent whole.
 """
 
 import asyncio
@@ -56,26 +55,25 @@ from .payloads import Payloads, Transport, locations
 from .shared_memory import SharedMemory, UnfinishedFile, in_parts, whole_file
 from .tensors import Payload, TensorBytes, TensorSource, check_layout, layout, tensors_of
 
-# Digests of the model folder's files, so that machines with other files are reported.
-# The learner's manifests have them and receivers compare them, since tokenizer and template, and
-# the base of an adapter, are read from the folder of each machine. A file of more than 2 MiB is
-# identified by its size, beginning and end: that takes milliseconds, and finds another model but
-# not a flipped bit.
+# Digests of the model folder's files, to report machines with other files. The learner's manifests
+# have them and receivers compare them, since tokenizer, template and an adapter's base are read
+# from each machine's folder. A file of more than 2 MiB is identified by its size, beginning and
+# end: that takes milliseconds, and detects another model but not a flipped bit.
 
 _PART_BYTES = 1 << 20
 _READ = frozenset({".json", ".jinja", ".txt", ".model", ".safetensors", ".bin"})
 
 
 class SeenFiles:
-    """The files of model folders as this machine sees them; a name of the hub has none."""
+    """The files of model folders on this machine; names of the hub have none."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Name the folders; files are read when digests are needed."""
+        """Set the folders; files are read when digests are needed."""
         self._folders = [Path(folder) for folder in folders]
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Digests by path; reads files. A name that is not a folder is left out."""
+        """Digests by path; reads files. Names that are not folders are left out."""
         by_name: dict[str, str] = {}
         for folder in self._folders:
             for file in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -110,26 +108,26 @@ def _digest(file: Path) -> str:
 T = TypeVar("T")
 _POLL_S = 2.0
 NEWEST = 2
-"""Versions that always stay: a receiver may be loading the one before the newest."""
+"""Number of versions that are always kept: a receiver may be loading the second newest."""
 _EXTRA_SHARE, _EXTRA_BYTES = 0.02, 1 << 20
-"""What chunks and entries add to the bytes of a version."""
+"""Overhead of chunks and entries relative to the bytes of a version."""
 _KEY = re.compile(r"v([0-9]{1,18})")
 _NOTHING = WeightHistory(enabled=False, full_snapshot_every=1)
 
 
 FORMAT = 1
-"""Raise it with every change of what a payload's bytes or digest are: two commits of one version of
-the package then report that they differ. A test holds payloads of this format."""
+"""Increment it with every change of a payload's bytes or digest, so that two commits of one version
+of the package report the difference. A test holds payloads of this format."""
 
 
 @cache
 def software() -> str:
-    """Return the version of tinkermq that runs here, and its format of published weights."""
+    """Return this version of tinkermq and its format of published weights."""
     return f"{package_version('tinkermq')} (weights format {FORMAT})"
 
 
 def room_for(num_versions: int, version_bytes: int) -> int:
-    """Return how large a bucket must be for so many whole versions at a time."""
+    """Return the bucket size for this number of whole versions."""
     return num_versions * _stored(version_bytes)
 
 
@@ -138,7 +136,7 @@ def _stored(num_bytes: int) -> int:
 
 
 class WeightStore:
-    """Publishes and fetches the versions of one job."""
+    """Publishes and fetches the versions of a job."""
 
     def __init__(
         self,
@@ -157,12 +155,12 @@ class WeightStore:
         shared_bytes: int = 0,
         sha256: bool = True,
     ) -> None:
-        """`transport` is how `publish` sends; `fetch` follows each manifest.
+        """`transport` is used by `publish`; `fetch` uses each manifest's transport.
 
         A machine keeps versions for all its actors in up to `shared_bytes` of its memory. Without
-        `sha256` the tools of NATS cannot read what is published. `files` are published with each
-        version, and compared with those of a fetched version. With `nccl` a learner publishes
-        through its `holder`, and others fetch through their `receiver`.
+        `sha256`, NATS tools cannot read published objects. `files` are published with each version,
+        and compared with those of a fetched version. With `nccl`, a learner publishes through its
+        `holder`, and others fetch through their `receiver`.
 
         With `differences`, 16-bit weights are published as the module describes; every
         `full_snapshot_every`-th version is whole. `wait_newer` looks for a version every `poll_s`,
@@ -183,19 +181,20 @@ class WeightStore:
         self._files = files or SeenFiles([])
         self._announced = asyncio.Event()
         self._early: Manifest | None = None
-        """The newest version in this machine's shared memory that was not stored when announced."""
+        """The newest version in this machine's shared memory that was not stored at its
+        announcement."""
         self._listening: Listening | None = None
 
     def draft(self, num_bytes: int) -> UnfinishedFile | None:
-        """Return a file of shared memory to write one version into, for `publish`.
+        """Return a shared-memory file for one version, for `publish`.
 
-        None where versions are not shared.
+        None if versions are not shared.
         """
         return self._shared.draft(num_bytes) if self._shares else None
 
     @property
     def _shares(self) -> bool:
-        """Whether versions stay in this machine's shared memory; files are mapped anyway."""
+        """Whether versions are kept in this machine's shared memory; files are mapped anyway."""
         return self._payloads.transport == "object" and self._holder is None
 
     async def publish(
@@ -205,10 +204,10 @@ class WeightStore:
         *,
         kind: Literal["full", "lora"] = "full",
     ) -> Manifest:
-        """Store a version, then announce it; publishing one again replaces it.
+        """Store a version, then announce it; publishing it again replaces it.
 
         The tensors' memory must not change until this returns. Raises BrokerError, DeadlineError,
-        and StorageError; where that is full nothing is left of the version.
+        and StorageError; if storage is full, no part of the version is left.
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
@@ -220,7 +219,7 @@ class WeightStore:
             manifest = await self._put_whole(version, kind, entries, views)
             await self._offered(
                 manifest.digest, views
-            )  # renews its time, so that it is not removed
+            )  # renews its time, to keep it
             del early
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
@@ -241,7 +240,7 @@ class WeightStore:
     ) -> memoryview | None:
         """Announce a version to the receivers of this machine before it is stored.
 
-        It stays in shared memory while the returned view is held; None: it is not there.
+        It stays in shared memory while the returned view is held; None: it is not in shared memory.
         """
         if not self._shares:
             return None
@@ -353,7 +352,7 @@ class WeightStore:
         return None if entry is None else entry.value
 
     async def manifest(self, version: int) -> Manifest | None:
-        """Return the manifest of a version, or None if it is not there (any more)."""
+        """Return the manifest of a version, or None if it does not exist (any more)."""
         entry = await self._manifests.find(manifest_key(version))
         return None if entry is None else entry.value
 
@@ -399,9 +398,9 @@ class WeightStore:
     async def fetch(self, manifest: Manifest) -> dict[str, TensorSource]:
         """Return the tensors of a version: views of one buffer, checked against the digest.
 
-        Raises NotFoundError when the version was removed, BrokerError when its digest does not
-        match twice, ConfigError if it was then published by another version of tinkermq, or without
-        the `receiver` that it needs, MessageError for a manifest that contradicts itself,
+        Raises NotFoundError if the version was removed, BrokerError if its digest differs twice,
+        ConfigError if it was then published by another version of tinkermq, or without the
+        `receiver` that it needs, MessageError for a manifest that contradicts itself,
         DeadlineError, StorageError (file transport), and ModelError on a machine whose model files
         differ from the learner's.
         """
@@ -419,10 +418,10 @@ class WeightStore:
     async def receive(
         self, manifest: Manifest, receive: Callable[[Manifest], Awaitable[object]]
     ) -> None:
-        """Have `receive` receive a version by `nccl`, checked and repeated as in `fetch`.
+        """Receive a version by `nccl` with `receive`, checked and repeated as in `fetch`.
 
-        For engines whose workers receive it: this process needs no payload. Raises what `fetch`
-        raises.
+        For engines whose workers receive it, so that this process needs no payload. Raises what
+        `fetch` raises.
         """
         await self._check(manifest)
         try:
@@ -435,7 +434,7 @@ class WeightStore:
         await asyncio.to_thread(self._files.check, manifest)
 
     async def _again(self, manifest: Manifest, fetch: Callable[[], Awaitable[T]]) -> T:
-        """Fetch once more, without the versions that are held."""
+        """Fetch once more, without the held versions."""
         try:
             return await fetch()
         except DigestMismatch as error:
@@ -457,7 +456,7 @@ class WeightStore:
     async def _payload(
         self, manifest: Manifest, step_to: Callable[[Manifest], Step | None]
     ) -> Payload:
-        """Return the payload of a version, and hold what later ones may be made from."""
+        """Return the payload of a version, and hold the bases of later versions."""
         if manifest.transport == "nccl":
             if self._receiver is None:
                 raise ConfigError(
@@ -516,14 +515,14 @@ class WeightStore:
         await self._payloads.get_into(place, digest, buffer)
 
     async def remove(self, version: int) -> None:
-        """Remove a version; harmless if it is gone. `latest` stays as it is."""
+        """Remove a version; harmless if it is gone. `latest` does not change."""
         entry = await self._manifests.find(manifest_key(version))
         if entry is not None:
             await self._manifests.purge(manifest_key(version))
             await self._remove_payload(entry.value)
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
-        """Remove all versions except these, the `newest`, and those that they are made from."""
+        """Remove all versions except these, the `newest`, and their bases."""
         manifests = {item.value.version: item.value for item in await self._manifests.items()}
         needed = versions | set(sorted(manifests, reverse=True)[:newest])
         anchors = {
@@ -538,10 +537,10 @@ class WeightStore:
             await self._holder.secure(manifests[version].location for version in still_there)
 
     async def make_room(self, tensors: Mapping[str, TensorBytes], versions: Set[int]) -> None:
-        """Remove versions that are not needed, before one of these tensors is published.
+        """Remove unneeded versions, before a version with these tensors is published.
 
         `versions` stay, and the newest two: a receiver may be loading the older one. If the new
-        version does not fit beside both, only the newest stays; a receiver of the older one then
+        version does not fit beside both, only the newest is kept; a receiver of the older one then
         loads the newest.
         """
         await self.keep(versions, newest=NEWEST)
@@ -550,20 +549,20 @@ class WeightStore:
             await self.keep(versions, newest=1)
 
     async def bound_bytes(self) -> int:
-        """Return how many bytes all versions may take: the bucket's bound, or the room of the disk.
+        """Return the bytes for all versions: the bucket's limit, or the room of the disk.
 
-        Raises NotFoundError when the bucket is gone.
+        Raises NotFoundError if the bucket is gone.
         """
         manifests = [entry.value for entry in await self._manifests.items()]
         by_version = {item.version: item.stored_bytes for item in manifests if self._is_own(item)}
         return sum(by_version.values()) + await self._payloads.free_bytes()
 
     def _is_own(self, manifest: Manifest) -> bool:
-        """Whether the payload lies where this store puts its own."""
+        """Whether the payload is in this store's place."""
         return manifest.transport == self._payloads.transport
 
     async def sweep(self) -> None:
-        """Remove payloads that no manifest names: those of a learner that died while publishing."""
+        """Remove payloads without a manifest, left by a learner that died while publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
             {location for manifest in manifests for location in locations(manifest)}
@@ -576,14 +575,14 @@ class WeightStore:
             await listening.stop()
 
     def _note_announcement(self, message: Msg) -> None:
-        with contextlib.suppress(MessageError):  # one that cannot be read only wakes
+        with contextlib.suppress(MessageError):  # an unreadable announcement also wakes
             early = WeightsAnnouncement.from_bytes(message.data).early
             if early is not None and early.host == socket.gethostname():
                 self._early = early
         self._announced.set()
 
     async def _advance_latest(self, manifest: Manifest) -> None:
-        """Make it the latest unless a newer one is: another learner cannot set it back."""
+        """Set it as the latest unless a newer one is set: no learner can set it back."""
 
         def newest(known: Manifest | None) -> Manifest:
             return manifest if known is None or known.version <= manifest.version else known

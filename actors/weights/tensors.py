@@ -1,10 +1,10 @@
-"""Tensors of weights: as they travel, their layout in a payload, and a digest computed on GPUs.
+"""Tensors of weights: their transfer format, layout in a payload, and a digest on GPUs.
 
-The digest of the `nccl` transport is a fingerprint: SHA-256 would need weights in the machine's
-memory and takes longer than sending them. So it is taken of the sums of rows and columns of squares
-of 1 MiB, of 64-bit words: a parity of two dimensions. Damage goes unseen only if at least four
-words changed, at the corners of a rectangle and by just the right amounts. It finds damage; it does
-not detect a forged payload.
+The digest of the `nccl` transport is a fingerprint: SHA-256 would need weights in host memory and
+takes longer than sending them. The fingerprint covers the sums of rows and columns of squares of 1
+MiB, of 64-bit words: a two-dimensional parity. Damage is undetected only if at least four words
+changed, at the corners of a rectangle and by matching amounts. It detects damage, not forged
+payloads.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from ...schemas.wire.errors import EngineError, MessageError
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """A tensor in this machine's memory as it travels: little endian, row major."""
+    """A tensor in host memory in transfer format: little endian, row major."""
 
     dtype: str
     """A name in `DTYPES`."""
@@ -33,20 +33,20 @@ class TensorBytes:
 
 
 TensorSource: TypeAlias = Tensor | TensorBytes
-"""A tensor of new weights; those that travelled to a GPU are tensors there."""
+"""A tensor of new weights; a tensor received on a GPU is a tensor there."""
 Payload: TypeAlias = memoryview | Tensor
-"""All tensors of a version, one after the other; on a GPU uint8[N]."""
+"""All tensors of a version, concatenated; on a GPU uint8[N]."""
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""In which weights travel."""
+"""Dtypes of transferred weights."""
 
 
 def layout(tensors: Mapping[str, TensorBytes]) -> list[TensorEntry]:
-    """Return the layout of a payload of tensors, one after the other. Raises MessageError."""
+    """Return the layout of a payload of concatenated tensors. Raises MessageError."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, tensor in tensors.items():
@@ -87,7 +87,7 @@ def _check_entry(entry: TensorEntry, num_bytes: int) -> None:
 
 
 def tensors_of(entries: Iterable[TensorEntry], payload: Payload) -> dict[str, TensorSource]:
-    """Return the tensors of a version: views of its payload, on a GPU copies of unaligned ones."""
+    """Return the tensors of a version: views of its payload; on a GPU, copies if unaligned."""
 
     def source(entry: TensorEntry) -> TensorSource:
         data = payload[entry.offset : entry.offset + entry.num_bytes]
@@ -101,7 +101,7 @@ def tensors_of(entries: Iterable[TensorEntry], payload: Payload) -> dict[str, Te
 
 
 def dtype_of(source: TensorSource) -> torch.dtype:
-    """Return the dtype of new weights; EngineError for one that is not known."""
+    """Return the dtype of new weights; EngineError for an unknown one."""
     if isinstance(source, Tensor):
         return source.dtype
     dtype = DTYPES.get(source.dtype)
@@ -114,7 +114,7 @@ def dtype_of(source: TensorSource) -> torch.dtype:
 
 
 def bytes_of(source: TensorSource) -> np.ndarray:
-    """Return new weights as uint8[N], row-major; EngineError for a size that does not fit."""
+    """Return new weights as uint8[N], row-major; EngineError for a wrong size."""
     if isinstance(source, Tensor):
         flat = source.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return flat.numpy()
@@ -129,13 +129,13 @@ def bytes_of(source: TensorSource) -> np.ndarray:
 
 
 def in_bytes(source: TensorSource) -> TensorBytes:
-    """Return new weights in this machine's memory; EngineError for a size that does not fit."""
+    """Return new weights in host memory; EngineError for a wrong size."""
     name = str(dtype_of(source)).removeprefix("torch.")
     return TensorBytes(name, tuple(source.shape), bytes_of(source).data)
 
 
 def as_tensor(source: TensorSource, *, pinned: bool = False) -> Tensor:
-    """Return new weights as a tensor; EngineError for a size that does not fit."""
+    """Return new weights as a tensor; EngineError for a wrong size."""
     if isinstance(source, Tensor):
         return source.detach()
     tensor = torch.empty(tuple(source.shape), dtype=dtype_of(source), pin_memory=pinned)
@@ -152,10 +152,10 @@ _NAMES_SHOWN = 8
 
 
 class WeightNames:
-    """The tensors that change from version to version; a tied tensor has several names."""
+    """The tensors that change between versions; a tied tensor has several names."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """`weights` are the tensors themselves by name, on whatever device."""
+        """`weights` are the tensors by name, on any device."""
         self.tensors: list[Tensor] = []
         self.names: list[list[str]] = []
         """The names of each of `tensors`."""
@@ -192,8 +192,8 @@ class WeightNames:
     def checked(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
         """Return each tensor under one of its names.
 
-        Raises EngineError for names and shapes that do not fit the model, for a dtype or size that
-        is not possible, and where two names of one tensor come with different values.
+        Raises EngineError for names and shapes that do not fit the model, for an invalid dtype or
+        size, and for different values under two names of one tensor.
         """
         self.check({name: tensor.shape for name, tensor in tensors.items()})
         by_name: dict[str, TensorSource] = {}
@@ -228,7 +228,7 @@ def fingerprint(payload: Tensor) -> str:
 
 
 class Fingerprint:
-    """The digest of a payload that comes in parts of `PART_BYTES`, of which the last is shorter."""
+    """The digest of a payload in parts of `PART_BYTES`, of which the last is shorter."""
 
     def __init__(self, num_bytes: int) -> None:
         """`num_bytes` is the size of the payload."""
@@ -236,7 +236,7 @@ class Fingerprint:
         self._totals: list[Tensor] = []
 
     def update(self, part: Tensor) -> None:
-        """Add the next uint8[`PART_BYTES`]; its memory may be used again after this."""
+        """Add the next uint8[`PART_BYTES`]; its memory may be reused afterwards."""
         self._totals.extend(_sums(part))
 
     def hexdigest(self) -> str:
@@ -248,7 +248,7 @@ class Fingerprint:
 
 
 class Assembler:
-    """Makes tensors from a payload that comes in parts, each as soon as it is whole."""
+    """Assembles tensors from a payload in parts, each as soon as it is complete."""
 
     def __init__(self, entries: Iterable[tuple[str, str, Sequence[int], int]]) -> None:
         """`entries` are name, dtype, shape, and first byte in the payload, in ascending order."""
@@ -257,12 +257,12 @@ class Assembler:
         )
         self._place = 0
         self._open: tuple[Tensor, int] | None = None
-        """The bytes of the first entry, and how many have arrived; None before its first one."""
+        """The first entry's bytes and the number received; None before the first byte."""
 
     def add(self, part: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Add the next uint8[N]; yield the tensors that are whole now, on its device.
+        """Add the next uint8[N]; yield the tensors that are now complete, on its device.
 
-        They have their own memory; that of `part` may be used again after the last one.
+        They have their own memory; the memory of `part` may be reused after the last one.
         """
         end = self._place + part.numel()
         while self._entries and self._entries[0][3] <= end:
@@ -285,7 +285,7 @@ class Assembler:
 
     @property
     def is_done(self) -> bool:
-        """Whether all tensors are whole."""
+        """Whether all tensors are complete."""
         return not self._entries
 
 
