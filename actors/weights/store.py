@@ -217,9 +217,7 @@ class WeightStore:
         else:
             early = await self._announce_early(version, kind, entries, views)
             manifest = await self._put_whole(version, kind, entries, views)
-            await self._offered(
-                manifest.digest, views
-            )  # renews its time, to keep it
+            await self._offered(manifest.digest, views)  # renews its time, to keep it
             del early
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
