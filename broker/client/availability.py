@@ -120,7 +120,7 @@ class Availability:
 
     @property
     def trouble(self) -> Trouble | None:
-        """Return the longest unanswered wait; None if there is none or the broker is away."""
+        """Return the first of the unanswered waits; None if there is none or the broker is away."""
         return next(iter(self.unanswered.values()), None) if self.is_connected else None
 
     def _count(self) -> None:

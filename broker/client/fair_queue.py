@@ -147,8 +147,7 @@ MAX_KEYS = 10_000
 
 
 class _Bucket(NamedTuple):
-    """A key's remaining burst, the time of that count, and its events refused since the last one.
-    """
+    """A key's remaining burst, the time of that count, and the number of events refused since."""
 
     left: float
     since: float

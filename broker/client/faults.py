@@ -265,7 +265,7 @@ def closed(url: str, last_error: Exception | None) -> errors.BrokerError:
 
 
 def without_jetstream(url: str) -> errors.BrokerError:
-    """Return the error of a server that does not store messages."""
+    """Return the error of a server without JetStream."""
     return errors.BrokerError(
         f"the NATS server at {shown_url(url)} has JetStream disabled",
         hint="start it with `nats-server -js`, or let `tinkermq up` start one",
