@@ -92,7 +92,7 @@ async def read_events(broker: Broker, scope: JobScope) -> list[Event]:
 
 
 async def read_traces(broker: Broker, scope: JobScope, newest: int) -> list[StepTrace]:
-    """Return at most `newest` of the last traces, in order; malformed ones are skipped and logged."""
+    """Return at most `newest` last traces, in order; malformed ones are skipped and logged."""
     state = (await stream_info(broker, scope.stream_trace))["state"]
     first = max(int(state["last_seq"]) - newest + 1, 1)
     return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace, first)
