@@ -645,9 +645,9 @@ async def _unless(stopping: asyncio.Event, awaited: Coroutine[Any, Any, T]) -> T
 # The server queues up to `max_pending` bytes for each connection, in one line. Behind one user's
 # flood the requests of all others wait in it, even after the flood has ended. If they shared the
 # service's own connection, the replies that it awaits, such as those for its lease, would wait too.
-# So the age of the queue is measured while many requests are refused. If it is too old, it is
-# dropped with the connection; its requests have timed out, and users who do not flood send them
-# again.
+# So the age of the queue is measured while many requests are refused. A queue that is too old is
+# dropped with the connection: no caller awaits its requests any more, and users who do not flood
+# repeat theirs.
 
 _CONNECTION_LOOK_S = 1.0
 _LATE_S = 2.0

@@ -169,8 +169,8 @@ class Rates:
         return len(self._buckets)
 
     def take(self, key: str, now: float) -> int | None:
-        """Return None for an event over the bound, else the number of its key's refused ones
-        before.
+        """Return None for an event over the bound, else the number refused since the last allowed
+        one.
         """
         left, since, refused = self._buckets.get(key, _Bucket(float(self._burst), now, 0))
         left = min(left + (now - since) * self._per_s, float(self._burst))

@@ -197,8 +197,8 @@ class Bucket(Generic[M]):
     async def scan(self) -> AsyncIterator[tuple[Entry[M], int]]:
         """Yield each entry and its value's bytes, reading a part of the bucket at a time.
 
-        For a large bucket of which little is kept. Damaged entries are skipped and logged; a key
-        that is written meanwhile may be yielded twice.
+        For a large bucket, if the caller keeps little of it. Damaged entries are skipped and
+        logged; a key that is written meanwhile may be yielded twice.
         """
         seq, more = 1, True
         while more:

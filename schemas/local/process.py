@@ -71,7 +71,7 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     future = asyncio.wrap_future(done)
-    # Nobody may await it any more; asyncio would report its exception as never retrieved.
+    # If no task awaits it any more, asyncio would report its exception as never retrieved.
     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future
 
