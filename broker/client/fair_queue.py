@@ -169,9 +169,7 @@ class Rates:
         return len(self._buckets)
 
     def take(self, key: str, now: float) -> int | None:
-        """Return None for an event over the bound, else the number refused since the last allowed
-        one.
-        """
+        """Return None for an event over the bound, else the number refused since the last one."""
         left, since, refused = self._buckets.get(key, _Bucket(float(self._burst), now, 0))
         left = min(left + (now - since) * self._per_s, float(self._burst))
         if left < 1:

@@ -70,7 +70,7 @@ async def append_as_owner(
     deadline_s: float,
     waiting_for: str,
 ) -> int | None:
-    """Append a message if the stream's last sequence is `seq` and its subject is empty.
+    """Append if the stream's last sequence is `seq` and, with `is_first`, its subject is empty.
 
     Returns its sequence; None if the subject has a message already. Raises Overtaken when another
     writer has appended to the stream, BrokerError, DeadlineError, NotFoundError.
