@@ -222,7 +222,7 @@ class LeaseRunner:
                 continue
 
 
-# Requests: an episode starts when one is requested.
+# An episode starts when one is requested.
 
 
 class LeaseRequests:
