@@ -435,9 +435,7 @@ class ProgramSandboxes:
         return {**of_image, **own, "PATH": path}
 
     def shown(self, *, in_image: bool) -> Sequence[Path]:
-        """Return the folders that programs read at their own paths; in an image, not those of this
-        interpreter.
-        """
+        """Return the folders that programs read at their own paths."""
         return self._read if in_image else self._shown
 
     def task_sandbox(self, folder: folders.ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
