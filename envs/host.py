@@ -157,7 +157,7 @@ class Match:
         return player
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
-        """Refuse: actions are played by roles."""
+        """Raise an error: actions are played by roles."""
         raise errors.StateError(
             f"the game has roles ({', '.join(self._players)}): "
             f"its table takes no action {action!r}",
@@ -165,7 +165,7 @@ class Match:
         )
 
     def finish(self) -> "asyncio.Future[StepResult]":
-        """Refuse: actions are played by roles."""
+        """Raise an error: actions are played by roles."""
         return self.step("")
 
     def leave(self) -> None:

@@ -177,7 +177,7 @@ def _too_large(what: str, num_bytes: int, most: int) -> GameError:
 
 
 def _told(error: BaseException) -> ErrorReply:
-    """Return an error as it travels; a foreign exception is the host's own failure, and logged."""
+    """Return an error in its message form; other exceptions are the host's failures, and logged."""
     if not isinstance(error, TinkermqError):
         _log.error("episode_failed_in_host", exc_info=error)
         error = InternalError(

@@ -356,11 +356,11 @@ class ServedEnvironment(interfaces.Environment):
     def reset(
         self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
     ) -> GameObservation:
-        """Not used: the server awaits `reset_async`."""
+        """Unused: the server awaits `reset_async`."""
         raise NotImplementedError
 
     def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> GameObservation:
-        """Not used: the server awaits `step_async`."""
+        """Unused: the server awaits `step_async`."""
         raise NotImplementedError
 
     async def reset_async(

@@ -435,7 +435,7 @@ class ProgramSandboxes:
         return {**of_image, **own, "PATH": path}
 
     def shown(self, *, in_image: bool) -> Sequence[Path]:
-        """Return the folders that programs read at their own paths."""
+        """Return the folders that programs read at their own paths; an image has its own Python."""
         return self._read if in_image else self._shown
 
     def task_sandbox(self, folder: folders.ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
