@@ -194,11 +194,12 @@ programs:
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
 	    --no-install-recommends $$lacking fonts-dejavu-core >/dev/null; } || true
 
-lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter, and report the size of the code
+lint: $(VENV)/dev.stamp  ## Run ruff, pyright, import-linter and the list of old words; report the code's size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.support.old_words
 	$(BIN)/python -m tests.support.code_size
 
 format: $(VENV)/dev.stamp  ## Put the code into ruff's format

@@ -85,7 +85,7 @@ def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int |
 
 def thin_out(run_dir: Path, most_bytes: int) -> None:
     """Remove groups down to `most_bytes`: every other one of the older half first."""
-    entries = kept_rollouts(run_dir)
+    entries: list[KeptAt] = kept_rollouts(run_dir)
     while entries and sum(entry.num_bytes for entry in entries) > most_bytes:
         older = entries[: max(1, len(entries) // 2)]
         removed = older[::2]

@@ -71,7 +71,7 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
 
     Done again after it broke off, it brings what is missing, and returns that: a stream is there
     whole or not at all. Raises StateError when a stream holds something else or nothing is missing,
-    StorageError for what is no back-up, BrokerError.
+    StorageError if the folder does not hold a back-up, BrokerError.
     """
     names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
     present = {stream["config"]["name"]: stream["state"] for stream in await _streams(broker)}

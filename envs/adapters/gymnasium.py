@@ -74,7 +74,7 @@ class GymnasiumGame(AbstractGame):
         """Play an action; an invalid one is not played, and the policy reads so."""
         action_value = self._action(self.parse_action(action))
         if action_value is None:
-            message = f"That is no action. {self._say_actions()}"
+            message = f"That is not an action. {self._say_actions()}"
             info = {**self._info({}, done=False), "invalid": True}
             return StepResult(message, self._invalid_reward, done=False, info=info)
         with self._dice.lent():

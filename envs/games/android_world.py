@@ -343,7 +343,7 @@ class AndroidWorldGame(AbstractGame):
             if not wrong and fields is not None:
                 wrong = self._play(fields)
             if self._steps >= self._max_steps:
-                return self._end(-1.0, success=False, said="")
+                return self._end(-1.0, success=False, text="")
             shown, info = self._read_screen()
         message = f"{wrong}\n\n{shown}" if wrong else shown
         info |= {"type": self._name, "success": False, "invalid": bool(wrong)}
@@ -372,7 +372,7 @@ class AndroidWorldGame(AbstractGame):
         try:
             action = self._devices.action(fields)
         except (ValueError, TypeError) as error:
-            return f"That is no action: {error}."
+            return f"That is not an action: {error}."
         self._running.env.execute_action(action)
         return ""
 
@@ -381,13 +381,13 @@ class AndroidWorldGame(AbstractGame):
         assert self._running is not None
         done = complete and self._running.score() > DONE_SCORE
         return self._end(
-            10.0 if done else -1.0, success=done, said="complete" if complete else "infeasible"
+            10.0 if done else -1.0, success=done, text="complete" if complete else "infeasible"
         )
 
-    def _end(self, reward: float, *, success: bool, said: str) -> StepResult:
+    def _end(self, reward: float, *, success: bool, text: str) -> StepResult:
         assert self._running is not None
         self._running.end()
-        info = {"type": self._name, "success": success, "steps": self._steps, "said": said}
+        info = {"type": self._name, "success": success, "steps": self._steps, "said": text}
         return StepResult("", reward, done=True, info=info)
 
     def _read_screen(self) -> tuple[str, dict[str, Any]]:

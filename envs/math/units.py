@@ -360,15 +360,16 @@ def without_units(text: str) -> tuple[str, list[dict[str, int]]]:
     return _UNIT_WITHIN.sub(remove, text), units
 
 
-def same_unit(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+def same_unit(unit: Mapping[str, int], other: Mapping[str, int]) -> bool:
     """Return whether two units may be the same; a bare number may have any.
 
     For counted things one common name is enough: 18 dollars each are 18 dollars.
     """
-    if not one or not other or one == other:
+    if not unit or not other or unit == other:
         return True
     known, others = (
-        {name: power for name, power in unit.items() if name in _UNITS} for unit in (one, other)
+        {name: power for name, power in powers.items() if name in _UNITS}
+        for powers in (unit, other)
     )
     if known and others:
         degrees = {"degree", "celsius", "fahrenheit"}
@@ -376,4 +377,4 @@ def same_unit(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
             scales = (set(known) - {"degree"}, set(others) - {"degree"})
             return not all(scales) or scales[0] == scales[1]
         return known == others
-    return bool(set(one) & set(other))
+    return bool(set(unit) & set(other))

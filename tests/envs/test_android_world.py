@@ -80,8 +80,8 @@ def test_later_turns_show_the_goal_and_the_new_screen():
         ('Action: {"action_type": "click"}', "There is no element None to click."),
         ('Action: {"action_type": "input_text", "index": 0}', "input_text needs text"),
         ('Action: {"action_type": "status", "goal_status": "maybe"}', "goal_status must be"),
-        ('Action: {"action_type": "fly"}', "That is no action: Invalid action type: fly"),
-        ('Action: {"action_type": "click", "index": 0, "how": "hard"}', "That is no action"),
+        ('Action: {"action_type": "fly"}', "That is not an action: Invalid action type: fly"),
+        ('Action: {"action_type": "click", "index": 0, "how": "hard"}', "That is not an action"),
     ],
 )
 def test_what_is_no_action_is_told_costs_a_tenth_and_touches_nothing(answer, told):

@@ -181,8 +181,7 @@ async def test_mcp_calls_tools_with_a_session_and_without() -> None:
             assert held["result"]["closed"] is False
             inside = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
             assert (await session.say({"type": "mcp", "data": inside}))["data"]["result"]["tools"]
-        await until_closed(client, name)
-        gone = await client.rpc("tools/call", name="add", arguments={}, session_id=name)
+        gone = await refusal_of_ended(client, name)
         assert (gone["error"]["code"], name in gone["error"]["message"]) == (-32602, True)
         async with client.session("/mcp") as session:
             call = {"name": "add", "arguments": {"a": 2, "b": 2}}
@@ -197,9 +196,12 @@ def openai_parameters() -> Any:
     return tool["function"]["parameters"]
 
 
-async def until_closed(client: Client, name: str) -> None:
-    """Close an HTTP session once its WebSocket has been noticed to be gone."""
-    while "error" in await client.rpc("openenv/session/close", session_id=name):
+async def refusal_of_ended(client: Client, name: str) -> Any:
+    """Return the refusal of a call once the end of the session's WebSocket has been noticed."""
+    while True:
+        answer = await client.rpc("tools/list", session_id=name)
+        if "error" in answer:
+            return answer
         await asyncio.sleep(0)
 
 
@@ -364,7 +366,7 @@ async def test_messages_that_are_wrong_cost_nothing_but_an_error() -> None:
         assert {message: said["data"]["code"] for message, said in heard.items()} == wrong
         said = await session.say('{"type": "step", "data": {"text": "1", "more": 1}}')
         assert said["data"]["errors"][0]["loc"] == ["more"]
-        assert (await session.say(b'{"type": "state"}'))["type"] == "state"
+        assert (await session.say({"type": "state"}))["type"] == "state"
 
 
 async def test_sessions_beyond_the_bound_are_refused_until_one_is_closed() -> None:
@@ -387,9 +389,8 @@ async def test_sessions_beyond_the_bound_are_refused_until_one_is_closed() -> No
 async def test_messages_over_their_size_are_refused() -> None:
     async with serving("guess") as client, client.session() as session:
         text = "x" * module().MAX_MESSAGE_BYTES
-        await session.socket.send(json.dumps({"type": "step", "data": {"text": text}}))
         with pytest.raises(ConnectionClosed) as closed:
-            await session.hear()
+            await session.say({"type": "step", "data": {"text": text}})
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1009
 

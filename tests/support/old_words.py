@@ -47,7 +47,8 @@ FUNCTIONS = {
 }
 """Private functions with these names lack their object."""
 TEXTS = re.compile(
-    r"\b(?:is|are) no (?!longer\b|more\b)|\bwhat it was told\b|\bwho(?:ever)? is told\b"
+    r"(?<![Tt]here )\b(?:is|are) no (?!longer\b|more\b)"
+    r"|\bwhat it was told\b|\bwho(?:ever)? is told\b"
 )
 """Phrases of messages and docstrings: a message says what a value must be, or is not."""
 

@@ -38,7 +38,7 @@ _PASSING = (
     errors.BrokerError,
     errors.ConflictError,
 )
-_NO_TOKEN_TEXTS: dict[str, list[Any]] = {
+_NO_TOKEN_TEXTS: dict[str, Any] = {
     name: [] for name in TOKEN_COLUMNS if name not in ("token_ids", "logprobs", "versions")
 }
 """Columns of a delta that a generator does not need to continue it."""

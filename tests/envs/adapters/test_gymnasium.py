@@ -44,7 +44,7 @@ def test_what_is_no_action_is_told_and_not_played():
     game, _ = opened(**LAKE, invalid_reward=-0.5)
     refused = game.step("jump")
     assert (refused.observation, refused.reward, refused.done, refused.info["invalid"]) == (
-        "That is no action. Actions: left, down, right, up.",
+        "That is not an action. Actions: left, down, right, up.",
         -0.5,
         False,
         True,
