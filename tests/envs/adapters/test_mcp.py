@@ -256,7 +256,7 @@ def test_settings_that_cannot_be_used_are_refused_with_their_key(
     ("keys", "words"),
     [
         ({"command": "no-such-server"}, "the sandbox has no program 'no-such-server'"),
-        ({"read": ["/no/such/folder"]}, "there is no '/no/such/folder'"),
+        ({"read": ["/no/such/folder"]}, "'/no/such/folder' does not exist"),
         ({"env_variables": ["NO_SUCH_KEY"]}, "the variable NO_SUCH_KEY, .* is not set"),
         ({"args": ["-c", "import time; time.sleep(600)"], "start_timeout_s": 3}, "did not start"),
     ],
