@@ -1,8 +1,8 @@
 """The interface of a generation engine: token ids in, token ids with log-probs and versions out.
 
-The agent loop knows this module only, so engines can be exchanged. What all engines share is here,
-too: checks of requests, statistics, the bound of concurrent requests, and the reading of images.
-Nothing here imports torch.
+The agent loop uses only this module, so engines can be exchanged. Code shared by all engines is
+here, too: checks of requests, statistics, the limit of concurrent requests, and the reading of
+images. Nothing here imports torch.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 ExpertRecord: TypeAlias = NDArray[np.uint8]
-"""uint8[tokens, layers, chosen]: the experts that read each token."""
+"""uint8[tokens, layers, chosen]: the experts that processed each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request is sampled; each request of a batch may have its own."""
+    """Sampling parameters of a request; each request of a batch may have its own."""
 
     max_new_tokens: int
-    """Most tokens to generate, including the stop token."""
+    """Maximum number of tokens to generate, including the stop token."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
@@ -50,22 +50,22 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends after one of these; the stop token is part of the result."""
     seed: int | None = None
-    """The same seed draws the same tokens, whatever else is in the batch; None: a new seed."""
+    """The same seed draws the same tokens, independently of the batch; None: a new seed."""
     num_drawn: int = 0
     """Tokens at the end of the prompt that were drawn with this seed before: drawing continues
-    behind them."""
+    after them."""
     grammar: "TokenGrammar | None" = None
     """Grammar of the whole answer, including tokens drawn before; it ends with a stop token."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that has been drawn."""
+    """Subtracted from the logit of each drawn token."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of each token as often as it has been drawn."""
+    """Subtracted from the logit of each drawn token, times the number of its draws."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens of the prompt or drawn, and multiplies negative ones."""
     num_top: int = 0
-    """Number of likeliest tokens to report at the place of each token."""
+    """Number of likeliest tokens to report at each token's position."""
     stream_every: int = 1
-    """`on_token` may be called for so many tokens at once, and for fewer at the end."""
+    """`on_token` may be called for this many tokens at once, and for fewer at the end."""
 
     @property
     def is_constrained(self) -> bool:
@@ -76,41 +76,41 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request generated, N tokens."""
+    """The N generated tokens of a request."""
 
     token_ids: IntVector
-    """int32[N]: generated tokens, the stop token included."""
+    """int32[N]: generated tokens, including the stop token."""
     logprobs: FloatVector
     """float32[N]: log-prob of each token under softmax(logits / temperature), before penalties, a
-    grammar, top-p and top-k, which is what a learner computes at the same temperature. Greedy
-    requests record it at temperature 1."""
+    grammar, top-p and top-k, as a learner computes it at the same temperature. Greedy requests
+    record it at temperature 1."""
     versions: IntVector
     """int32[N]: policy version that produced each token."""
     finish_reason: FinishReason
     """A stop token, the token limit, or `cancel`."""
     experts: ExpertRecord | None = None
-    """From an engine that records them, the experts of all tokens that it computed for this
-    request: prompt and answer without the last token, and without cached tokens."""
+    """If the engine records experts, those of all tokens that it computed for this request: prompt
+    and answer without the last token and without cached tokens."""
     masked: FloatVector | None = None
-    """float32[N]: the share of the probability that a grammar excluded at each token; None: no
+    """float32[N]: share of the probability that a grammar excluded at each token; None: no
     grammar."""
     top_ids: NDArray[np.int32] | None = None
-    """int32[N, K]: the likeliest tokens at each place, best first; None: not requested."""
+    """int32[N, K]: the likeliest tokens at each position, in order; None: not requested."""
     top_logprobs: FloatVector | None = None
     """float32[N, K]: their log-probs, as in `logprobs`."""
     first_token: float = 0.0
-    """Time of the first token, in seconds since the epoch; 0: not known."""
+    """Time of the first token, in seconds since the epoch; 0: unknown."""
 
 
 def nothing() -> Generation:
-    """Return the result of a request that was cancelled before its first token."""
+    """Return the result of a request cancelled before its first token."""
     return Generation(
         np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
     )
 
 
 def tops_of(generation: Generation) -> list[tuple[tuple[int, float], ...]]:
-    """Return the likeliest tokens at each place, as `Drawn` has them."""
+    """Return the likeliest tokens at each position, in the format of `Drawn`."""
     ids, logprobs = generation.top_ids, generation.top_logprobs
     if ids is None or logprobs is None:
         return [()] * len(generation.token_ids)
@@ -120,7 +120,7 @@ def tops_of(generation: Generation) -> list[tuple[tuple[int, float], ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token, as soon as it was drawn."""
+    """A token that was just drawn."""
 
     token_id: int
     logprob: float
@@ -128,23 +128,23 @@ class Drawn:
     version: int
     """Policy version that produced it."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens at its place and their log-probs, best first, if requested."""
+    """The likeliest tokens at its position and their log-probs, in order, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The log-probs that a model gives the N tokens of a prompt."""
+    """A model's log-probs of the N tokens of a prompt."""
 
     logprobs: FloatVector
     """float32[N]: log-prob of each token at temperature 1; NaN for the first."""
     top_ids: NDArray[np.int32]
-    """int32[N, K]: the likeliest tokens at each place, best first; 0 at the first place."""
+    """int32[N, K]: the likeliest tokens at each position, in order; 0 at the first position."""
     top_logprobs: FloatVector
-    """float32[N, K]: their log-probs; NaN at the first place."""
+    """float32[N, K]: their log-probs; NaN at the first position."""
 
     @classmethod
     def unknown(cls, num: int, top_k: int) -> "PromptScores":
-        """Return the scores of `num` tokens before anything is known."""
+        """Return empty scores of `num` tokens."""
         nan = np.float32(np.nan)
         return cls(np.full(num, nan), np.zeros((num, top_k), np.int32), np.full((num, top_k), nan))
 
@@ -154,36 +154,37 @@ OnToken: TypeAlias = Callable[[Drawn], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing; counters since its start, rates over about the last 10 s."""
+    """Statistics of an engine: counters since its start, and rates over about the last 10 s."""
 
     version: int
-    """Policy version that decodes now."""
+    """Policy version used for decoding now."""
     running: int
-    """Requests that decode."""
+    """Number of decoding requests."""
     waiting: int
-    """Requests that wait for a free row."""
+    """Number of requests waiting for a free row."""
     cached_prefixes: int
-    """Conversations whose cache is kept for their next turn."""
+    """Number of conversations whose cache is kept for their next turn."""
     tokens_per_s: float
     """Generated tokens per second."""
     busy_share: float
     """Share of the time spent computing, 0 to 1."""
     generated_tokens: int
-    """Tokens generated."""
+    """Number of generated tokens."""
     prefilled_tokens: int
-    """Prompt tokens computed."""
+    """Number of computed prompt tokens."""
     reused_tokens: int
-    """Prompt tokens not computed: shared within a group, or kept from an earlier turn."""
+    """Number of prompt tokens taken from a cache: shared within a group, or kept from an earlier
+    turn."""
     busy_s: float
     """Seconds spent computing."""
     last_pause_s: float
     """Seconds that decoding paused at the last weight swap."""
     paused_s: float
-    """Seconds that it paused so far, at swaps and asleep."""
+    """Seconds of all pauses so far, at swaps and asleep."""
     cache_bytes: int
     """Memory of the KV cache, including cached prefixes."""
     weight_bytes: int = 0
-    """Memory of the weights in this process, including the set that is filled next; 0 where other
+    """Memory of the weights in this process, including the set that is filled next; 0 if other
     processes hold them."""
 
 
@@ -192,12 +193,12 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version that decodes now."""
+        """Policy version used for decoding now."""
         ...
 
     @property
     def failure(self) -> EngineError | None:
-        """Why requests are not answered any more: its actor should end and be started again."""
+        """Why requests are no longer answered: its actor should end and be restarted."""
         ...
 
     async def generate(
@@ -212,27 +213,27 @@ class Engine(Protocol):
     ) -> Generation:
         """Generate from a prompt.
 
-        `images` are the encoded images of the conversation, alike at each of its turns; the prompt
-        holds as many image tokens as they take. Raises DataError for images that cannot be read or
-        do not fit the prompt, ModelError where the model sees none.
+        `images` are the encoded images of the conversation, the same at each of its turns; the
+        prompt has their image tokens. Raises DataError for images that cannot be read or do not fit
+        the prompt, ModelError for a model without image input.
 
-        `on_token` is called on the event loop with each token before this returns.
+        `on_token` is called on the event loop with each token before this method returns.
 
-        With `conversation`, the cache of this request is kept for the next turn: a later request
-        of the same conversation whose prompt continues this one computes only what is new. Call
-        `release` when the conversation is over. Raises ConfigError for a prompt that cannot fit,
-        EngineError when the engine failed or its queue is full. A task that is cancelled while it
-        waits cancels the request.
+        With `conversation`, the cache of this request is kept for the next turn: a later request of
+        the same conversation whose prompt continues this one computes only the new tokens. Call
+        `release` at the end of the conversation. Raises ConfigError for a prompt that cannot fit,
+        EngineError if the engine failed or its queue is full. Cancelling the waiting task cancels
+        the request.
         """
         ...
 
     async def score(
         self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
     ) -> PromptScores:
-        """Return the log-prob of each token of a prompt, and the `top_k` likeliest in its place.
+        """Return the log-probs of a prompt's tokens, and the `top_k` likeliest at each position.
 
-        Generation continues meanwhile. Raises ConfigError for a prompt that cannot be
-        scored, EngineError when the engine failed or its queue is full.
+        Generation continues meanwhile. Raises ConfigError for a prompt that cannot be scored,
+        EngineError if the engine failed or its queue is full.
         """
         ...
 
@@ -251,33 +252,32 @@ class Engine(Protocol):
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of the weights and of keys and values, between two decode steps.
 
-        Running requests stand still and new ones wait: after `wake` they go on, with their keys
-        and values computed anew. The weights lie in the machine's memory; without `keep_weights`
-        those that `load_weights` replaces may be given up (see `has_weights`). All other methods
-        may be called meanwhile; `load_weights` returns when the weights are those of the first step
-        after `wake`. Nothing happens if it sleeps already. Raises EngineError when the engine
-        failed.
+        Running requests pause and new ones wait: after `wake` they continue, with recomputed keys
+        and values. The weights are kept in host memory; without `keep_weights`, weights that
+        `load_weights` replaces may be dropped (see `has_weights`). All other methods may be called
+        meanwhile; `load_weights` returns once its weights will be used from the first step after
+        `wake`. Does nothing if already asleep. Raises EngineError if the engine failed.
         """
         ...
 
     @property
     def has_weights(self) -> bool:
-        """Whether it can wake: not after it dropped its weights, until others are loaded."""
+        """Whether it can wake: False after it dropped its weights, until others are loaded."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory back and continue; nothing happens if it is awake.
+        """Allocate the memory again and continue; does nothing if awake.
 
         Raises EngineError if it has no weights.
         """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request: its `generate` returns what it has, with `cancelled`."""
+        """End a request: its `generate` returns the tokens so far, with `cancelled`."""
         ...
 
     def release(self, conversation: str) -> None:
-        """Forget the kept cache of a conversation."""
+        """Drop the kept cache of a conversation."""
         ...
 
     def stats(self) -> EngineStats:
@@ -285,14 +285,14 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine; requests that still run fail with EngineError."""
+        """End the engine; running requests fail with EngineError."""
         ...
 
 
 class AdapterEngine(Engine, Protocol):
-    """An engine whose requests may have different adapters (LoRA) and decode in one batch.
+    """An engine whose requests may use different adapters (LoRA) in one batch.
 
-    Adapters are added and dropped while it works; their base model is in memory once.
+    Adapters are added and dropped while it runs; their base model is in memory once.
     """
 
     async def generate(
@@ -306,9 +306,9 @@ class AdapterEngine(Engine, Protocol):
         images: Sequence[bytes] = (),
         adapter: str = "",
     ) -> Generation:
-        """Generate as `Engine.generate` does, with an adapter; "": with the model alone.
+        """Generate like `Engine.generate` with an adapter; "": with the model alone.
 
-        Raises NotFoundError for an adapter that is not there.
+        Raises NotFoundError for an unknown adapter.
         """
         ...
 
@@ -320,19 +320,19 @@ class AdapterEngine(Engine, Protocol):
         top_k: int = 0,
         adapter: str = "",
     ) -> PromptScores:
-        """Score as `Engine.score` does, with an adapter; raises NotFoundError, too."""
+        """Score like `Engine.score` with an adapter; also raises NotFoundError."""
         ...
 
     async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
-        """Make the adapter of a PEFT folder available; no request waits for it.
+        """Load the adapter of a PEFT folder; no request waits for it.
 
-        If there is one of the name, its requests go on with the weights of this one, and the keys
-        and values that they have. Raises ModelError for an adapter that does not fit the model.
+        If the name is in use, its requests continue with the new weights, and keep their keys and
+        values. Raises ModelError for an adapter that does not fit the model.
         """
         ...
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter; requests with it continue to their end."""
+        """Drop an adapter; requests with it continue to their end."""
         ...
 
 
@@ -342,7 +342,7 @@ _RATE_WINDOW_S = 10.0
 
 
 class Meter:
-    """Counters that one thread changes and any thread may read."""
+    """Counters that one thread changes and any thread reads."""
 
     def __init__(self) -> None:
         self.generated = 0
@@ -363,7 +363,7 @@ class Meter:
         self.paused_s += seconds
 
     def mark(self) -> None:
-        """Remember the current counters from time to time; call it after each step."""
+        """Record the counters periodically; call it after each step."""
         now = time.monotonic()
         if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
             self._marks.append((now, self.generated, self.busy_s))
@@ -378,7 +378,7 @@ class Meter:
         cache_bytes: int,
         weight_bytes: int = 0,
     ) -> EngineStats:
-        """Return an engine's statistics: the counters, and figures that the engine passes."""
+        """Return an engine's statistics: the counters, and values that the engine passes."""
         tokens_per_s, busy_share = self.rates()
         return EngineStats(
             version=version,
@@ -440,7 +440,7 @@ def check_sampling(sampling: Sampling) -> None:
 def check_prompt(
     prompt: IntVector, sampling: Sampling, *, max_context: int, vocab_size: int
 ) -> None:
-    """Raise ConfigError for a prompt that has no room, or tokens that the model does not have."""
+    """Raise ConfigError for a prompt without room, or with tokens outside the vocabulary."""
     if prompt.ndim != 1 or not len(prompt):
         raise ConfigError("a prompt has no tokens", hint="give at least one token")
     _check_tokens(prompt, vocab_size)
@@ -474,7 +474,7 @@ def no_adapter(name: str) -> NotFoundError:
 
 
 def _check_tokens(prompt: IntVector, vocab_size: int) -> None:
-    if prompt.view(np.uint32).max() >= vocab_size:  # a negative id is huge there
+    if prompt.view(np.uint32).max() >= vocab_size:  # a negative id is large as uint32
         wrong = prompt[prompt.view(np.uint32) >= vocab_size][0]
         raise ConfigError(
             f"token {wrong} of a prompt is outside the model's vocabulary of {vocab_size}",
@@ -483,7 +483,7 @@ def _check_tokens(prompt: IntVector, vocab_size: int) -> None:
 
 
 def check_queue(request_id: str, pending: int, max_pending: int, *, running: bool) -> None:
-    """Raise EngineError for an id that is in use, and for a full queue."""
+    """Raise EngineError for an id in use, or a full queue."""
     if running:
         raise EngineError(
             f"request {request_id} is running already", hint="give each request its own id"
@@ -520,14 +520,14 @@ def no_weights() -> EngineError:
 
 
 def again(error: EngineError) -> EngineError:
-    """Return a copy of an error for one waiter: a shared one would collect all tracebacks."""
+    """Return a copy of an error for one waiter: a shared error would collect all tracebacks."""
     copy = EngineError(error.message, hint=error.hint)
     copy.__cause__ = error.__cause__
     return copy
 
 
 def bytes_of_engines(engines: Iterable[Engine]) -> dict[str, int]:
-    """Return the bytes that engines hold in this process, by what they are."""
+    """Return the bytes that engines hold in this process, by kind."""
     every = [engine.stats() for engine in engines]
     return {
         "weights": sum(stats.weight_bytes for stats in every),
@@ -536,7 +536,7 @@ def bytes_of_engines(engines: Iterable[Engine]) -> dict[str, int]:
 
 
 def report_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
-    """Add the engine's figures, and others, to the heartbeat."""
+    """Add the engine's statistics, and other values, to the heartbeat."""
     context.presence = context.presence.model_copy(update={"version": stats.version})
     context.numbers.update(
         tokens_per_s=stats.tokens_per_s,
@@ -549,32 +549,32 @@ def report_engine(context: JobContext, stats: EngineStats, **more: float) -> Non
 
 
 # -- concurrent requests of an engine with a paged cache -------------------------------------------
-# A paged cache can hold more requests than would fit if all of them grew to the longest; how many
-# more shows only while they run. So the bound starts at the number that fits in any case, rises
-# while requests wait and the cache has room, and is cut at a preemption, when the engine evicts a
-# request from the cache and must compute it again: too high a bound costs more than too low a one.
+# A paged cache can hold more requests than would fit if all of them grew to the longest; the number
+# is known only while they run. So the limit starts at the number that always fits, rises while
+# requests wait and the cache has room, and is cut at a preemption, when the engine evicts a request
+# from the cache and must compute it again: too high a limit costs more than too low a one.
 
 _ROOM = 0.8
-"""Share of the cache up to which there is room for more requests."""
+"""Share of the used cache up to which there is room for more requests."""
 _RISE = 1 / 8
-"""Share by which the bound rises at a step."""
+"""Share by which the limit rises in a step."""
 _CUT = 0.75
-"""The bound after a preemption, as a share of the running requests."""
+"""The limit after a preemption, as a share of the running requests."""
 
 
 class Concurrency:
-    """The bound of concurrent requests, updated at every step of the engine."""
+    """The limit of concurrent requests, updated at every step of the engine."""
 
     def __init__(self, fits: int, most: int) -> None:
-        """`fits` requests fit into the cache however long they get; `most` is never exceeded."""
+        """`fits` requests fit into the cache at any length; `most` is never exceeded."""
         self._least = max(1, min(fits, most))
         self._most = most
         self.limit = self._least
 
     def step(self, running: int, *, is_demanded: bool, cache_share: float, preempted: int) -> None:
-        """Adapt to a step with so many running requests and such a share of the cache in use.
+        """Adapt to a step's number of running requests and used share of the cache.
 
-        `is_demanded` says that requests wait for the bound to rise.
+        `is_demanded`: requests wait for the limit to rise.
         """
         if preempted and cache_share > _ROOM:
             self.limit = max(self._least, min(self.limit, int(_CUT * (running - preempted))))
@@ -583,28 +583,28 @@ class Concurrency:
 
 
 class RequestLimit:
-    """Admits as many requests as the bound allows, first come, first served."""
+    """Admits as many requests as the limit allows, first come, first served."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self.concurrency = concurrency
         self.inside = 0
-        """Requests that were admitted and have not left."""
+        """Admitted requests that have not left."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Number of requests waiting for a place."""
         return sum(not place.done() for place in self._waiting)
 
     def request_place(self) -> "asyncio.Future[None]":
-        """Return a future that is done once there is a place; pass it to `leave` in any case."""
+        """Return a future that is done once there is a place; always pass it to `leave`."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self.admit()
         return place
 
     def leave(self, place: "asyncio.Future[None]") -> None:
-        """Give a place back, or stop waiting for it."""
+        """Return a place, or stop waiting for it."""
         if place.done() and not place.cancelled():
             self.inside -= 1
             self.admit()
@@ -612,7 +612,7 @@ class RequestLimit:
             place.cancel()
 
     def admit(self) -> None:
-        """Admit the requests that the bound allows now."""
+        """Admit the requests that the limit allows now."""
         while self._waiting and self.inside < self.concurrency.limit:
             place = self._waiting.popleft()
             if not place.done():
@@ -643,7 +643,7 @@ class ImageReads(Generic[T]):
     def _read(self, key: Key, reading: "asyncio.Future[T]") -> None:
         del self._reading[key]
         if not reading.cancelled():
-            reading.exception()  # whoever asked may be gone
+            reading.exception()  # all callers may be gone
 
 
 def require_reader(reader: ImageReader | None) -> ImageReader:

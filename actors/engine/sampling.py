@@ -1,15 +1,15 @@
-"""Sampling for a whole batch, each row with its own parameters and its own random stream.
+"""Sampling for a whole batch, with separate parameters and random streams per row.
 
 Random numbers are counter-based: the number of a token is a hash of the request's seed and the
-token's index (SplitMix64, Steele et al. 2014), so a row draws the same tokens whatever the rest of
-the batch does, and no generator object lives per request. One uniform picks the token from the
-cumulative distribution. Top-p and top-k draw from the whole distribution and draw again when the
-token is not among those they keep: the same distribution as renormalising over the kept ones,
-without sorting the vocabulary. Rows that keep so little that this takes long are sorted after all.
+token's index (SplitMix64, Steele et al. 2014), so a row's tokens do not depend on the rest of the
+batch, and requests need no generator objects. One uniform number selects the token from the
+cumulative distribution. Top-p and top-k draw from the whole distribution and redraw until the token
+is a kept one: the same distribution as renormalising over the kept tokens, without sorting the
+vocabulary. Rows for which this takes too long are sorted.
 
-Grammars take tokens out of the choice; penalties make tokens that an answer has already less
-likely. Both act on the logits that a token is drawn from. The log-probs that are recorded and
-trained are those of the logits before: a learner computes them without either.
+Grammars exclude tokens; penalties make tokens already in an answer less likely. Both change the
+logits from which a token is drawn. Recorded and trained log-probs are those of the unchanged
+logits, as a learner computes them without grammars and penalties.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -32,7 +32,7 @@ class RowConstraint:
     """Grammar and penalties of one answer, and its tokens so far."""
 
     def __init__(self, sampling: Sampling, prompt: IntVector) -> None:
-        """Start behind a prompt; its last `sampling.num_drawn` tokens belong to the answer."""
+        """Start after a prompt; its last `sampling.num_drawn` tokens belong to the answer."""
         begun = len(prompt) - sampling.num_drawn
         drawn = prompt[begun:].tolist()
         self._presence = sampling.presence_penalty
@@ -65,7 +65,7 @@ class RowConstraint:
             self.state.accept_token(token)
 
     def penalize(self, logits_V: torch.Tensor) -> None:
-        """Lower the logits of tokens that were drawn, as vLLM and OpenAI define it."""
+        """Lower the logits of drawn tokens, as vLLM and OpenAI define it."""
         if self._repetition != 1 and self._seen:
             at = torch.as_tensor(list(self._seen), device=logits_V.device)
             own = logits_V[at]
@@ -86,9 +86,9 @@ class Constraining:
     def shaped(
         self, logits_BV: torch.Tensor, constraints: Sequence[RowConstraint | None]
     ) -> torch.Tensor | None:
-        """Return float32[B, V], a changed copy of the logits to draw from; None: no change.
+        """Return float32[B, V], a changed copy of the logits for drawing; None: no change.
 
-        Tokens that a grammar does not allow have -inf there.
+        Tokens excluded by a grammar have -inf.
         """
         if not any(constraints):
             return None
@@ -130,7 +130,7 @@ class RowParameters:
     top_k_B: NDArray[np.int64]
     seed_B: NDArray[np.uint64]
     counter_B: NDArray[np.uint64]
-    """Index of the token to draw, counted from the first that the seed has drawn."""
+    """Index of the token to draw, counted from the first token drawn with the seed."""
 
     def pick(self, index: NDArray[np.int64]) -> "RowParameters":
         """Return the parameters of some rows."""
@@ -160,14 +160,14 @@ def _mix(bits_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The next token of B rows, with log-probs and other figures."""
+    """The next tokens of B rows, with log-probs and other values."""
 
     tokens_B: NDArray[np.int64]
     logprobs_B: NDArray[np.float32]
     masked_B: NDArray[np.float32] | None = None
     """Share of the probability that a grammar excluded; None: no logits were changed."""
     top_ids_BK: NDArray[np.int32] | None = None
-    """The likeliest tokens, best first, if requested."""
+    """The likeliest tokens in order, if requested."""
     top_logprobs_BK: NDArray[np.float32] | None = None
 
 
@@ -185,11 +185,11 @@ def draw(
     shaped_BV: torch.Tensor | None = None,
     num_top: int = 0,
 ) -> Draw:
-    """Draw one token per row: from `shaped_BV`, where a grammar or penalties have changed it.
+    """Draw one token per row, from `shaped_BV` if a grammar or penalties changed the logits.
 
     The log-prob is that of softmax(logits / temperature) before any filter; a greedy row
-    (temperature 0) takes the likeliest token and records its log-prob at temperature 1. Rows whose
-    logits are not finite come back with a log-prob of NaN.
+    (temperature 0) takes the likeliest token and records its log-prob at temperature 1. Rows with
+    logits that are not finite have a log-prob of NaN.
     """
     greedy_B = rows.temperature_B == 0
     scale_B = np.where(greedy_B, np.float32(1), rows.temperature_B)
@@ -204,7 +204,7 @@ def draw(
         tokens_B = _draw(shaped_BV, shaped_BV.softmax(-1), rows, greedy_B)
     if shaped_BV is None:
         logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
-    else:  # the probability of a token that a grammar demands may underflow
+    else:  # the probability of a token required by a grammar may underflow
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
     top_ids_BK = top_logprobs_BK = None
     if num_top:
@@ -259,7 +259,7 @@ def _draw_again(
     rows: RowParameters,
     filtered: NDArray[np.int64],
 ) -> None:
-    """Draw again for filtered rows until each has a token that its filters keep."""
+    """Redraw for filtered rows until each has a token that its filters keep."""
     device = probs_BV.device
     for attempt in range(1, _TRIES + 1):
         index = torch.as_tensor(filtered, device=device)
@@ -289,10 +289,10 @@ def _keeps(
     top_p_B: NDArray[np.float32],
     top_k_B: NDArray[np.int64],
 ) -> torch.Tensor:
-    """Return which tokens are kept: likelier ones sum to less than top_p and are below top_k.
+    """Return the kept tokens: likelier tokens sum to less than top_p and number below top_k.
 
-    Tokens of equal probability are kept together. A row whose probabilities are not finite keeps
-    its token.
+    Tokens of equal probability are kept together. A row with probabilities that are not finite
+    keeps its token.
     """
     above_BV = probs_BV > probs_BV.gather(1, tokens_B[:, None])
     weight_B = (probs_BV * above_BV).sum(-1)

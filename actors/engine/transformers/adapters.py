@@ -1,11 +1,11 @@
 """Adapters of rows in one forward pass, and new weights prepared beside the running ones.
 
-The adapters in use are concatenated: one product with all their A, one with all their B, and in
-between each row keeps the numbers of its own adapter; the others contribute an exact 0.
+The adapters in use are concatenated: one product with all their A, one with all their B; in
+between, each row keeps the values of its own adapter, and the others contribute exactly 0.
 
-From the first update of weights on there are two sets: the one that decodes and the one that is
-filled next, or that is in the machine's shared memory. So a swap exchanges pointers and takes
-microseconds whatever the model's size, and a refused update has changed nothing.
+From the first update of weights on there are two sets: the set in use and the set that is filled
+next, or that is in shared memory. So a swap exchanges pointers and takes microseconds for any model
+size, and a refused update changes nothing.
 
 Shape letters: B rows of a forward pass, N tokens of each, X of all, R ranks of all adapters in use
 together.
@@ -33,13 +33,13 @@ from ...weights.tensors import TensorSource, WeightNames, as_tensor, bytes_of, d
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAX_UNUSED = 2
-"""Concatenated adapters are made anew when they have so many times the ranks in use."""
+"""Concatenated adapters are rebuilt when they have this many times the ranks in use."""
 _serials = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
 class EngineAdapter:
-    """An adapter that rows may have; newer weights may replace its weights while they run."""
+    """An adapter for rows; newer weights may replace its weights while they run."""
 
     name: str
     version: int
@@ -55,7 +55,7 @@ class EngineAdapter:
         return max((len(pair.a) for pair in self.by_layer.values()), default=0)
 
     def replace_weights(self, version: int, by_layer: dict[str, LowRank]) -> None:
-        """Take other weights."""
+        """Replace the weights."""
         self.version, self.by_layer, self.serial = version, by_layer, next(_serials)
         self.alone = None
 
@@ -86,7 +86,7 @@ class _Stack:
         self._layers: dict[str, _Layer | None] = {}
 
     def layer(self, name: str) -> _Layer | None:
-        """Return the adapters in one layer; None if none has a part in it."""
+        """Return the adapters in one layer; None if none has that layer."""
         if name not in self._layers:
             self._layers[name] = self._concatenate(name)
         return self._layers[name]
@@ -108,7 +108,7 @@ class _Stack:
 class _AdapterOfEachRow:
     stack: _Stack
     place_B: Tensor
-    """int64: each row's place in the stack; -1: no adapter."""
+    """Index of each row's adapter in the stack; -1: no adapter."""
 
     def add(self, layer: str, inputs: Tensor, whole: Tensor) -> Tensor | None:
         """See Addition."""
@@ -117,7 +117,7 @@ class _AdapterOfEachRow:
             return None
         low_XR = nn.functional.linear(inputs, in_layer.a).flatten(0, -2)
         other_BR = self.place_B[:, None] != in_layer.owner_R
-        # Layers whose input a model flattens have the rows' tokens in this order, too.
+        # Also the order of tokens in layers with flattened input.
         num_tokens = len(low_XR) // len(other_BR)
         low_XR.masked_fill_(other_BR.repeat_interleave(num_tokens, 0), 0)
         return whole.flatten(0, -2).addmm_(low_XR, in_layer.b).view(whole.shape)
@@ -164,7 +164,7 @@ class RowAdapters:
 
     @contextlib.contextmanager
     def using(self, rows: RowsOfAdapters) -> Iterator[None]:
-        """Let the rows of the forward passes in this block have these adapters."""
+        """Use these adapters for the rows of the forward passes in this block."""
         used = list({adapter.serial: adapter for adapter in rows if adapter is not None}.values())
         if not used:
             yield
@@ -220,11 +220,11 @@ class DoubleBuffer:
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """`weights` are the model's tensors by name; a tied one has several names."""
+        """`weights` are the model's tensors by name; a tied tensor has several names."""
         self._names = WeightNames(weights)
         self._spare: list[torch.Tensor] | None = None
         self._is_shared = self._was_shared = False
-        """Whether the prepared set is in shared memory, and whether the current one is."""
+        """Whether the prepared set is in shared memory, and whether the current set is."""
 
     @property
     def num_bytes(self) -> int:
@@ -275,7 +275,7 @@ class DoubleBuffer:
 
 
 class OffloadedWeights:
-    """A model's weights, moved to the machine's memory.
+    """A model's weights, moved to host memory.
 
     On the device each tensor is replaced by one number with the tensor's shape, so that new weights
     can be prepared.

@@ -42,7 +42,7 @@ from .rows import IndexVector, RowRequest, RowTable
 # -- log-probs of prompts --------------------------------------------------------------------------
 
 _PROMPTS_PART = 4
-"""One part in this many of the caches' memory is for prompts."""
+"""Prompts get one part in this many of the caches' memory."""
 _MOST_DISTINCT = 0.75
 """Twins are decoded once if distinct rows are at most this share; else copying costs more."""
 _PASS_TOKENS = 4096

@@ -1,9 +1,9 @@
 """Grammars and penalties in vLLM's worker processes, as the transformers engine applies them.
 
-vLLM has structured outputs of its own, which are not used: they change the logits before anything
-of ours sees them, begin at the first token of a request (an answer that goes on elsewhere has some
-already), and know one token that ends an answer. A logits processor gets the model's own logits,
-each request's tokens, and the same library decides here and there.
+vLLM's own structured outputs are not used: they change the logits before our code gets them, begin
+at the first token of a request (an answer continued elsewhere has tokens already), and support one
+token that ends an answer. A logits processor gets the model's own logits and each request's tokens,
+and both engines use the same grammar library.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -28,7 +28,7 @@ PROCESSOR = "tinkermq.actors.engine.vllm.constraints:ConstrainedLogits"
 """The name by which vLLM loads the processor."""
 _KEY = "tinkermq"
 _MAX_ENDED = 4096
-"""Ended requests whose figures are kept until they are requested."""
+"""Number of ended requests whose values are kept until they are requested."""
 
 
 def constraint_arguments(sampling: Sampling, key: str) -> dict[str, Any] | None:
@@ -57,7 +57,7 @@ class _Row:
     num_taken: int = 0
 
     def catch_up(self) -> None:
-        """Add the new tokens to the constraint."""
+        """Add new tokens to the constraint."""
         for token in self.output[self.num_taken :]:
             assert token >= 0, "vLLM has not told a token before the next one is drawn"
             self.constraint.accept_token(token)
@@ -66,10 +66,10 @@ class _Row:
 
 @dataclass(slots=True)
 class _Figures:
-    """Figures of a request."""
+    """Recorded values of a request."""
 
     masked: dict[int, float]
-    """By the number of a token, the share of the probability that a grammar excluded."""
+    """Share of the probability that a grammar excluded, by token number."""
     error: str = ""
 
 
@@ -77,7 +77,7 @@ class ConstrainedLogits(LogitsProcessor):
     """Changes the logits of constrained requests only."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """Read nothing before the first grammar."""
+        """Nothing is read before the first grammar."""
         del device, is_pin_memory
         model = vllm_config.model_config
         self._load = partial(
@@ -94,20 +94,20 @@ class ConstrainedLogits(LogitsProcessor):
         self._batch: Any = None
 
     def follow(self, batch: Any) -> None:
-        """Let vLLM's batch report tokens only while constrained requests run.
+        """Make vLLM's batch report tokens only while constrained requests run.
 
-        For tokens vLLM waits at the end of each step before it prepares the next one, which delays
-        all requests.
+        To report tokens, vLLM waits for the end of each step before it prepares the next one, which
+        delays all requests.
         """
         self._batch = batch
         batch.logitsprocs_need_output_token_ids = bool(self._rows)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: greedy requests are constrained, too."""
+        """Return False, since greedy requests are also constrained."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch."""
+        """Update the rows to vLLM's batch."""
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -122,11 +122,11 @@ class ConstrainedLogits(LogitsProcessor):
                 self._rows[target] = first
             if second is not None and direction == MoveDirectionality.SWAP:
                 self._rows[source] = second
-        if self._batch is not None:  # the batch makes its metadata anew right after this
+        if self._batch is not None:  # the batch rebuilds its metadata right afterwards
             self.follow(self._batch)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits to draw from; the model's own are kept for `recorded`."""
+        """Return the logits for drawing; the model's own logits are kept for `recorded`."""
         self._raw_BV = self._shaped_BV = None
         if not self._rows:
             return logits
@@ -142,10 +142,10 @@ class ConstrainedLogits(LogitsProcessor):
             if row.constraint.error:
                 self._of(row.key).error = row.constraint.error
         self._raw_BV, self._shaped_BV = logits.clone(), shaped
-        return shaped.clone()  # what samples may change it in place
+        return shaped.clone()  # the sampler may change it in place
 
     def recorded(self, temperature_B: torch.Tensor | None) -> torch.Tensor | None:
-        """Return float32[B, V] log-probs of the model's own logits; None: none were changed."""
+        """Return float32[B, V] log-probs of the model's own logits; None: logits are unchanged."""
         if self._raw_BV is None or self._shaped_BV is None:
             return None
         logits_BV = self._raw_BV.float()
@@ -157,7 +157,7 @@ class ConstrainedLogits(LogitsProcessor):
         shares_B = masked_shares(logprobs_BV[at].exp(), self._shaped_BV[at])
         for index, share in zip(at, shares_B.cpu().numpy().tolist(), strict=True):
             row = self._rows[index]
-            # vLLM draws behind each part of a prompt, at the same place: the last draw counts.
+            # vLLM draws after each part of a prompt, at the same position: the last draw counts.
             self._of(row.key).masked[row.num_taken] = share
         self._raw_BV = self._shaped_BV = None
         return logprobs_BV

@@ -1,9 +1,9 @@
-"""One model in vLLM, with the adapters beside it: its processes, requests, and new weights.
+"""One model in vLLM with its adapters: its processes, requests, and new weights.
 
-vLLM computes in processes of its own (one that schedules, one worker per GPU) and is told of
-requests and new weights from here. It stamps each step's tokens with the label of the weights that
-made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
-under a salt of its adapter and version, so that no prefix is shared across versions.
+vLLM computes in separate processes (a scheduler, and one worker per GPU), which receive requests
+and new weights from here. It labels each step's tokens with the weights that generated them; the
+label has the versions of the model and its adapters, as JSON. Each request's prompt is cached with
+a salt of its adapter and version, so that no prefix is shared across versions.
 
 This module imports vllm: `rollout/players.py` imports it only where it is needed. Written for vLLM
 0.32.
@@ -78,9 +78,9 @@ from .transfer import BACKEND
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
-"""Memory for images that were sent to vLLM's processes and may be requested again."""
+"""Memory for images that vLLM's processes have received and that may be requested again."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM supports; an adapter takes the next larger one."""
+"""Ranks supported by vLLM; an adapter uses the next larger one."""
 
 
 def engine_arguments(
@@ -93,17 +93,17 @@ def engine_arguments(
     tokenizer: str = "",
     num_engines: int = 1,
 ) -> dict[str, Any]:
-    """Return vLLM's arguments for a model, and for adapters of these ranks beside it.
+    """Return vLLM's arguments for a model, and for adapters of these ranks.
 
-    `sees` tells a model that is shown images; `tokenizer` is where grammars find its tokens;
-    `num_engines` share the memory of a generator.
+    `sees`: the model gets images; `tokenizer` has the tokens for grammars; `num_engines` share a
+    generator's memory.
     """
     on_cpu = current_platform.is_cpu()
     cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
     arguments: dict[str, Any] = {
         "model": path,
         "tokenizer": tokenizer or path,
-        "skip_tokenizer_init": not sees,  # by it, vLLM finds out how large images can get
+        "skip_tokenizer_init": not sees,  # needed to determine the largest images
         "generation_config": "vllm",
         "trust_remote_code": trust_remote_code,
         "dtype": resolve_dtype(config.dtype, on_gpu=not on_cpu),
@@ -120,28 +120,28 @@ def engine_arguments(
         "enable_sleep_mode": config.sleep == "always" and not on_cpu,
         "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
         "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
-        "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
+        "seed": secrets.randbits(31),  # else all generators of a job draw the same tokens
         "logits_processors": [PROCESSOR],
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": "tinkermq.actors.engine.vllm.worker.WorkerExtension",
         "use_tqdm_on_load": False,
-        "disable_log_stats": True,  # its own; `Recorder` is given beside
+        "disable_log_stats": True,  # vLLM's own; `Recorder` is passed separately
     }
     if on_cpu and config.tensor_parallel == 1:
-        # Or vLLM would compute in one more process, which takes as long to start as the first.
+        # Otherwise vLLM computes in a further process, which takes as long to start as the first.
         arguments["distributed_executor_backend"] = UniProcExecutor
     if sees:
         arguments |= {
             "limit_mm_per_prompt": {"video": 0},
-            "mm_device_do_normalize": False,  # the learner's reader has done so
+            "mm_device_do_normalize": False,  # already done by the learner's reader
             "skip_mm_profiling": on_cpu,
             "mm_processor_cache_gb": _IMAGES_GB,
         }
     if ranks:
         arguments |= {
             "enable_lora": True,
-            # On a CPU, vLLM 0.32 decodes requests without an adapter with that of the last place:
-            # one that stays empty adds nothing.
+            # On a CPU, vLLM 0.32 decodes requests without an adapter with the last adapter slot: a
+            # slot that stays empty adds nothing.
             "max_loras": len(ranks) + int(on_cpu),
             "max_lora_rank": next((size for size in _RANKS if size >= max(ranks)), max(ranks)),
         }
@@ -151,7 +151,7 @@ def engine_arguments(
 def engine_share(config: GeneratorConfig, num_engines: int) -> float:
     """Return the share of a GPU's memory for each of several engines of a generator.
 
-    vLLM requires it to be free at its start, even if the size of its cache is set.
+    vLLM requires the share to be free at its start, even if the cache size is set.
     """
     return (config.memory_share or VLLM_SHARE) / num_engines
 
@@ -162,19 +162,19 @@ def settle_environment(config: GeneratorConfig) -> None:
         VLLM_NO_USAGE_STATS="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads and connections
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share a machine
-        # The newer runner has another sampler, and no custom logits processors on all paths: what
-        # `worker` and `constraints` add is for this one.
+        # The newer runner has another sampler, and does not support custom logits processors
+        # everywhere: `worker` and `constraints` extend this one.
         VLLM_USE_V2_MODEL_RUNNER="0",
         VLLM_BATCH_INVARIANT=str(int(config.batch_invariant)),
         TORCHDYNAMO_DISABLE="0" if config.compile else "1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each swap
-    # FlashInfer's sampler is compiled with nvcc when it is first used, and takes no seeds.
+    # FlashInfer's sampler is compiled with nvcc at its first use, and takes no seeds.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 _FREED_S = 30.0
-"""How long the memory of a process that has just ended may take to be free."""
+"""Time for the memory of an ended process to become free."""
 
 
 async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
@@ -193,7 +193,7 @@ async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
 
 
 class Recorder(StatLoggerBase):
-    """Reads vLLM's figures after each of its steps."""
+    """Reads vLLM's statistics after each of its steps."""
 
     def __init__(self) -> None:
         self.meter = Meter()
@@ -202,7 +202,7 @@ class Recorder(StatLoggerBase):
         self._worked = False
 
     def made(self, config: object, engine_index: int = 0) -> "Recorder":
-        """Return this recorder where vLLM would construct a logger."""
+        """Return this recorder when vLLM would construct a logger."""
         return self
 
     def record(
@@ -212,7 +212,7 @@ class Recorder(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Count a step, and adapt the number of requests that vLLM gets."""
+        """Count a step, and adapt the number of requests passed to vLLM."""
         now = time.perf_counter()
         if self._worked:
             self.meter.busy_s += now - self._then
@@ -239,11 +239,11 @@ class Recorder(StatLoggerBase):
 
 
 _MEMORY = ("weights", "kv_cache")
-"""Memory that vLLM frees when it sleeps, in the order in which it is allocated again."""
+"""Memory freed by vLLM in its sleep, in the order of its allocation at waking."""
 _OUTCOME_S = 0.02
 _WORST_FIRST = ("failed", "damaged", "", "done")
 _SHUTDOWN_S = 1.0
-"""How long its processes may take to end by themselves; none of them holds what is needed later."""
+"""Time for its processes to end by themselves; they hold nothing that is needed later."""
 T = TypeVar("T")
 
 
@@ -251,7 +251,7 @@ class VllmModel:
     """A model in vLLM; adapters, by name, and the model itself, named "", have versions."""
 
     def __init__(self, llm: AsyncLLM, recorder: Recorder) -> None:
-        """`start` makes one."""
+        """Create it with `start`."""
         self.versions: dict[str, int] = {"": 0}
         self.meter = recorder.meter
         self._llm = llm
@@ -259,28 +259,29 @@ class VllmModel:
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
         self.max_requests = int(llm.vllm_config.scheduler_config.max_num_seqs)
-        """Requests that vLLM computes at a time."""
+        """Maximum number of concurrent requests in vLLM."""
         self._limit = RequestLimit(Concurrency(fits, self.max_requests))
         recorder.limit = self._limit
         self._requests: dict[str, VllmRequest] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._numbers = itertools.count(1)
         self._poisoned = ""
-        """Label of the weights under which a result was not a number (NaN)."""
+        """Label of the weights that produced a NaN result."""
         self._swapping = asyncio.Lock()
         self._asleep: list[str] = []
-        """Tags of the memory that is freed."""
+        """Tags of freed memory."""
         self._slept_at = 0.0
         self.has_weights = True
-        """Whether weights are loaded, and not dropped without others."""
+        """Whether weights are loaded, and were not dropped without new ones."""
         self._half: AsyncExitStack | None = None
-        """The pause of a version that did not arrive whole; the next whole version ends it."""
+        """The pause of an incomplete version; the next complete version ends it."""
         self._open = asyncio.Event()
-        """Cleared while weights are swapped: a request that began then would be cached wrongly."""
+        """Cleared during a swap of weights, since a request that begins then would be cached
+        wrongly."""
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
-        """Done when requests are not answered any more."""
+        """Done when requests are no longer answered."""
         self._owners = 0
 
     @classmethod
@@ -296,10 +297,9 @@ class VllmModel:
         tokenizer: str = "",
         num_engines: int = 1,
     ) -> "VllmModel":
-        """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
+        """Start vLLM's processes with the model in `path`; ModelError if it cannot run.
 
-        `ranks` are those of the adapters that may lie beside it, `sees` tells that it is shown
-        images.
+        `ranks` are the ranks of possible adapters; `sees`: the model gets images.
         """
         await check_gpu(config, num_engines)
         settle_environment(config)
@@ -312,7 +312,8 @@ class VllmModel:
                 partial(
                     AsyncLLM.from_engine_args,
                     AsyncEngineArgs(**arguments),
-                    # By it vLLM chooses batches for throughput, not for the first token's latency.
+                    # With it vLLM chooses batch sizes for throughput, not for the first token's
+                    # latency.
                     usage_context=UsageContext.LLM_CLASS,
                     stat_loggers=[recorder.made],
                 )
@@ -334,29 +335,29 @@ class VllmModel:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no request will be answered any more, or None."""
+        """Why requests are no longer answered, or None."""
         if not self.broken.done() and self._llm.errored:
             self.broken.set_result(_dead())
         return self.broken.result() if self.broken.done() else None
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Size of the model's vocabulary."""
         return int(self._llm.model_config.get_vocab_size())
 
     @property
     def inside(self) -> int:
-        """Requests that vLLM works on."""
+        """Number of requests in vLLM."""
         return self._limit.inside
 
     @property
     def waiting(self) -> int:
-        """Requests that wait until it has room for them."""
+        """Number of requests waiting for vLLM."""
         return self._limit.waiting
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the KV cache, of one GPU where several hold the model."""
+        """Memory of the KV cache, of one GPU if several hold the model."""
         return int(self._llm.vllm_config.cache_config.kv_cache_memory_bytes or 0)
 
     # Requests ---------------------------------------------------------------------------------
@@ -371,7 +372,7 @@ class VllmModel:
         on_token: OnToken | None,
         shown: ShownImages | None = None,
     ) -> Generation:
-        """Generate from a prompt, with or without an adapter and images."""
+        """Generate from a prompt, optionally with an adapter and images."""
         key = f"{adapter}/{request_id}"
         version = self.versions[adapter]
         request = self._requests[key] = VllmRequest(
@@ -399,7 +400,7 @@ class VllmModel:
     async def score(
         self, adapter: str, prompt: IntVector, top_k: int, request_id: str
     ) -> PromptScores:
-        """Return the log-probs of a prompt, all of them by the same weights."""
+        """Return the log-probs of a prompt, all computed with the same weights."""
         place = self._limit.request_place()
         tokens, parameters = prompt.tolist(), scoring_parameters(top_k)
         try:
@@ -417,7 +418,7 @@ class VllmModel:
             self._limit.leave(place)
 
     def cancel(self, adapter: str, request_id: str) -> None:
-        """End a request; `generate` returns what it has."""
+        """End a request; `generate` returns the tokens so far."""
         request = self._requests.get(f"{adapter}/{request_id}")
         if request is None:
             return
@@ -480,7 +481,7 @@ class VllmModel:
             on_token(Drawn(token, logprob, request.next_version(), top))
 
     async def ask_workers(self, method: str, *args: Any) -> list[Any]:
-        """Return what a method of `WorkerExtension` returns in each worker."""
+        """Call a method of `WorkerExtension` in each worker; return the results."""
         return await self._call(self._llm.collective_rpc(method, args=args))
 
     # New weights ------------------------------------------------------------------------------
@@ -502,10 +503,10 @@ class VllmModel:
         receive: Callable[[Callable[[], Awaitable[None]]], Awaitable[object]],
         kv: KvOnSwap,
     ) -> None:
-        """Load the version that `receive` has the workers receive from the learner.
+        """Load a version that the workers receive from the learner through `receive`.
 
-        `receive` awaits its argument before the first byte arrives, which pauses vLLM. If it raises
-        after that, vLLM stays paused until the next version has arrived whole.
+        `receive` awaits its argument, which pauses vLLM, before the first byte arrives. If it
+        raises after that, vLLM stays paused until the next version is complete.
         """
 
         async def stand_still() -> None:
@@ -521,9 +522,9 @@ class VllmModel:
             await half.aclose()
 
     async def join_learner(self, joined: dict[str, Any]) -> tuple[str, str]:
-        """Have all workers connect to the learner, or form a group with it; see `JoinGroup`.
+        """Connect all workers to the learner, or form a group with it; see `JoinGroup`.
 
-        Returns the outcome. vLLM's steps go on meanwhile.
+        Returns the outcome. vLLM's steps continue meanwhile.
         """
         request = WeightTransferInitRequest(joined)
         await self._call(self._llm.init_weight_transfer_engine(request))
@@ -534,13 +535,13 @@ class VllmModel:
             await asyncio.sleep(_OUTCOME_S)
 
     async def take_weights(self, update: dict[str, Any]) -> None:
-        """Have all workers receive weights; the caller ensures that no step runs."""
+        """Receive weights in all workers; the caller ensures that no step runs."""
         await self._call(self._llm.start_weight_update())
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
         await self._call(self._llm.finish_weight_update())
 
     async def transfer_outcome(self) -> tuple[str, str]:
-        """Return the worst outcome of a transfer among all workers."""
+        """Return the worst outcome of a transfer over all workers."""
         outcomes = [tuple(outcome) for outcome in await self.ask_workers("transfer_outcome")]
         return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome[0]))
 
@@ -549,7 +550,7 @@ class VllmModel:
         return f"adapter-{next(self._numbers)}"
 
     async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
-        """Replace the adapter of this name by that of a folder, between two steps."""
+        """Replace the named adapter by the adapter in a folder, between two steps."""
         known = self._adapters.get(name)
         number = next(self._numbers) if known is None else known.lora_int_id
         fresh = LoRARequest(name, number, folder, load_inplace=True)
@@ -568,21 +569,21 @@ class VllmModel:
         return name in self._adapters
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter; vLLM reuses its place."""
+        """Drop an adapter; vLLM reuses its slot."""
         self._adapters.pop(name, None)
         self.versions.pop(name, None)
 
     async def name_version(self, adapter: str, version: int) -> None:
-        """Label the tokens of following steps with a version."""
+        """Label the tokens of the following steps with a version."""
         self.versions[adapter] = version
         await self._call(self._llm.update_weight_version(self._label))
 
     async def purge(self) -> None:
-        """Clear the cache of NaNs, after a request has read one.
+        """Clear NaNs from the cache, after a request has read one.
 
-        NaNs would spread from the unused places of the cache's blocks, also with other weights.
-        Running requests are computed anew. While the weights stay the same, the cache is cleared
-        once; if the weights themselves produce NaNs, it is cleared again when they change.
+        NaNs would spread from unused cells of the cache's blocks, also with other weights. Running
+        requests are recomputed. The cache is cleared once per set of weights; if the weights
+        themselves produce NaNs, it is cleared again when they change.
         """
         if self._poisoned != self._label:
             self._poisoned = self._label
@@ -603,7 +604,7 @@ class VllmModel:
 
     @asynccontextmanager
     async def _swapping_of(self, adapter: str, kv: KvOnSwap) -> AsyncIterator[None]:
-        """Pause while weights are replaced, and forget what was computed with the old ones."""
+        """Pause while weights are replaced, and drop results of the old weights."""
         started = time.perf_counter()
         poisoned = self._poisoned == self._label
         clear = poisoned or kv == "recompute"
@@ -622,7 +623,7 @@ class VllmModel:
 
     @asynccontextmanager
     async def _paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """Pause between two steps; with a cleared cache, running requests are computed anew."""
+        """Pause between two steps; if the cache is cleared, running requests are recomputed."""
         async with self._swapping:
             if self._asleep:
                 yield
@@ -639,7 +640,7 @@ class VllmModel:
         self._note_swap(adapter, version)
 
     def _note_swap(self, adapter: str, version: int) -> None:
-        """Note in the requests of an adapter which tokens the previous weights drew."""
+        """Record in an adapter's requests which tokens the previous weights drew."""
         for state in self._llm.output_processor.request_states.values():
             request = self._requests.get(state.external_req_id)
             if request is not None and request.adapter == adapter:
@@ -650,9 +651,9 @@ class VllmModel:
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of weights and cache, between two steps.
 
-        Level 1 of vLLM keeps a copy of the weights in the machine's memory. Level 2 keeps none:
-        whole weights have to come before this wakes. What it discards (vLLM 0.32, `CuMemBackend`
-        and `Worker.sleep` of `gpu_worker.py`) is all that was allocated while the model was loaded:
+        Level 1 of vLLM keeps a copy of the weights in host memory. Level 2 keeps none: complete
+        weights must arrive before it wakes. It discards (vLLM 0.32, `CuMemBackend` and
+        `Worker.sleep` of `gpu_worker.py`) everything allocated while the model was loaded:
 
         - Parameters: `load_weights` replaces them in place, so CUDA graphs find them where they
           were. Some models have parameters that no learner publishes, such as the routers' biases
@@ -674,7 +675,7 @@ class VllmModel:
             self._asleep = list(_MEMORY)
 
     async def wake(self) -> None:
-        """Take the memory back and continue; running requests are computed anew."""
+        """Allocate the memory again and continue; running requests are recomputed."""
         async with self._swapping:
             if not self._asleep:
                 return
@@ -684,7 +685,7 @@ class VllmModel:
             self._open.set()
 
     async def _wake_memory(self, tag: str) -> None:
-        """Allocate freed memory again; with the last of it vLLM continues by itself."""
+        """Allocate freed memory again; with the last of it, vLLM continues by itself."""
         if tag in self._asleep:
             await self._call(self._llm.wake_up(tags=[tag]))
             self._asleep.remove(tag)
@@ -716,7 +717,7 @@ class VllmModel:
     # The end ----------------------------------------------------------------------------------
 
     def add_owner(self) -> None:
-        """Count another owner, which will call `close`."""
+        """Count another owner, which must call `close`."""
         self._owners += 1
 
     async def close(self) -> None:
@@ -724,7 +725,7 @@ class VllmModel:
         self._owners -= 1
         if self._owners <= 0:
             if self._llm.output_handler is not None:
-                self._llm.output_handler.cancel()  # or it tells of the end as of an error
+                self._llm.output_handler.cancel()  # otherwise it reports the end as an error
             await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
 
 

@@ -1,10 +1,9 @@
-"""One request to vLLM: its parameters, its prompt with images, and what comes back.
+"""One request to vLLM: its parameters, its prompt with images, and its results.
 
-vLLM would read images and make room for their tokens itself, by a processor of its own. It is given
-what the learner's reader makes of them instead, at the places where the prompt has their tokens:
-the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the digest of
-its file. It keeps those that it was lately sent, so that a group's image is sent once, and never
-shares the cache of a prompt with that of another image.
+vLLM's own processor for images and their tokens is not used. vLLM gets the output of the learner's
+reader at the places of the image tokens in the prompt, so that pixels are equal to the bit and
+prompts do not change. vLLM identifies an image by the digest of its file. It keeps recent images,
+so that a group's image is sent once, and it never shares a prompt's cache between different images.
 
 Shape letters: see `actors/policy/vision.py`.
 """
@@ -41,31 +40,31 @@ _FINISH: Mapping[str | None, FinishReason] = {
 
 
 class VllmRequest:
-    """A request that vLLM computes."""
+    """A request in vLLM."""
 
     def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]", version: int) -> None:
         self.adapter = adapter
         self.version = version
         """Version of its weights when it arrived."""
         self.key = key
-        """vLLM's name of it."""
+        """Its name in vLLM."""
         self.place = place
         """Done when it is admitted."""
         self._starts = [(0, version)]
-        """Versions that draw its tokens, each with the number of its first token."""
+        """Versions that draw its tokens, each with its first token's number."""
         self._num_streamed = 0
         self.num_top = 0
-        """Number of likeliest tokens to report at each place."""
+        """Number of likeliest tokens to report at each position."""
         self.cancelled = False
         self.again = False
-        """Whether it was withdrawn before its first token, for newer weights to compute it."""
+        """Whether it was withdrawn before its first token, to be computed with newer weights."""
 
     def begin(self, version: int) -> None:
-        """Note that a version computes it from its first token on."""
+        """Record that a version computes it from its first token on."""
         self._starts, self._num_streamed = [(0, version)], 0
 
     def note_swap(self, num_drawn: int, version: int) -> None:
-        """Note that a version draws the tokens behind the first so many."""
+        """Record that a version draws the tokens after the first `num` ones."""
         self._starts.append((num_drawn, version))
 
     def next_version(self) -> int:
@@ -80,7 +79,7 @@ class VllmRequest:
 def parameters_of(
     sampling: Sampling, seed: int | None, kind: RequestOutputKind, key: str
 ) -> SamplingParams:
-    """Return vLLM's parameters of a request; `key` is vLLM's name of it."""
+    """Return vLLM's parameters of a request; `key` is its name in vLLM."""
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
@@ -88,7 +87,7 @@ def parameters_of(
         top_k=sampling.top_k,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed,
-        logprobs=sampling.num_top,  # and of the token that was drawn
+        logprobs=sampling.num_top,  # plus the drawn token
         flat_logprobs=True,
         detokenize=False,
         ignore_eos=True,  # only the tokens above end a request
@@ -99,7 +98,7 @@ def parameters_of(
 
 
 def scoring_parameters(top_k: int) -> SamplingParams:
-    """Return vLLM's parameters to score a prompt: vLLM must draw a token behind it."""
+    """Return vLLM's parameters to score a prompt; vLLM must draw a token after it."""
     return SamplingParams(
         max_tokens=1,
         prompt_logprobs=top_k,
@@ -113,7 +112,7 @@ def scoring_parameters(top_k: int) -> SamplingParams:
 def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
     """Return the scores in an output of its prompt of `num` tokens.
 
-    vLLM lists the prompt's token at each place, then the likeliest ones.
+    vLLM lists the prompt's token at each position, then the likeliest tokens.
     """
     prompt_logprobs = output.prompt_logprobs
     scores = PromptScores.unknown(num, top_k)
@@ -130,7 +129,7 @@ def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
 
 
 def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generation:
-    """Join the outputs of a request; the last one has the versions of all tokens.
+    """Join the outputs of a request; the last output has the versions of all tokens.
 
     Raises EngineError for a request that vLLM aborted.
     """
@@ -146,7 +145,7 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
     versions: list[int] = []
     for span in completions[-1].weight_versions or []:
         label: dict[str, int] = json.loads(span.version)
-        # An adapter that was added without a pause is in no label before the next swap.
+        # An adapter added without a pause is in no label before the next swap.
         version = label.get(request.adapter, request.version)
         versions += [version] * (span.end - span.start)
     assert len(tokens) == len(logprobs) == len(versions)
@@ -164,7 +163,7 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
 
 
 def _first_token(output: RequestOutput) -> float:
-    """Return when vLLM had the first token; it counts from the arrival of the request."""
+    """Return the time of vLLM's first token, which vLLM counts from the request's arrival."""
     metrics = output.metrics
     known = metrics is not None and metrics.first_token_latency
     return metrics.arrival_time + metrics.first_token_latency if metrics and known else 0.0
@@ -180,7 +179,7 @@ def _top(rows: list[list[Any]], request: VllmRequest, kind: Any) -> Any:
 def drawn_of(
     completions: Sequence[CompletionOutput], num_top: int
 ) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    """Yield each token and log-prob, and the likeliest at its place with theirs, best first."""
+    """Yield each token and log-prob, with the likeliest tokens and their log-probs in order."""
     for each in completions:
         token_logprobs = each.logprobs
         if token_logprobs is None:
@@ -190,8 +189,8 @@ def drawn_of(
             ids, values = token_logprobs.token_ids, token_logprobs.logprobs
             ranked = range(start + 1, end)
             if num_top and end - start <= num_top:
-                # Where vLLM has put the outputs of several steps together, the token that was
-                # drawn stands first, and not once more among the likeliest.
+                # If vLLM has joined the outputs of several steps, the drawn token comes first, and
+                # is not repeated among the likeliest.
                 ranked = sorted(range(start, end), key=lambda at: -values[at])
             top = tuple((ids[at], values[at]) for at in ranked[:num_top])
             yield token, values[start], top
@@ -204,17 +203,17 @@ _KIND = "image"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShownImages:
-    """Images that were read, and where a prompt has their tokens."""
+    """Read images with the places of their tokens in a prompt."""
 
     images: Images
     starts_I: NDArray[np.int64]
-    """Place of the first token of each image."""
+    """Position of each image's first token."""
     names: Sequence[str]
     """Digests of the files."""
 
 
 def show(images: Images, places_Q: NDArray[np.int64], encoded: Sequence[bytes]) -> ShownImages:
-    """Return images that were read, at the places of their tokens in a prompt."""
+    """Return read images at the places of their tokens in a prompt."""
     lengths_I = np.array(images.tokens)
     names = [hashlib.sha256(file).hexdigest() for file in encoded]
     return ShownImages(images, places_Q[np.cumsum(lengths_I) - lengths_I], names)
@@ -223,7 +222,7 @@ def show(images: Images, places_Q: NDArray[np.int64], encoded: Sequence[bytes]) 
 def prompt_with_images(
     processor: InputProcessor, tokens: list[int], shown: ShownImages, salt: str
 ) -> MultiModalInput:
-    """Return a prompt for the next request; images that vLLM holds are left out."""
+    """Return a prompt for the next request, without images that vLLM holds."""
     images = shown.images
     patches_I = images.grid_I3.prod(-1)
     items = MultiModalKwargsItems.from_hf_inputs(

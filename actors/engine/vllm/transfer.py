@@ -1,11 +1,11 @@
-"""New weights in vLLM's worker processes: the engine that vLLM's factory makes for each worker.
+"""New weights in vLLM's worker processes: the transfer engine of each worker.
 
 A worker takes a version from the learner, as a member of its group (NCCL, gloo, or CUDA IPC on one
-card), or from a file of memory that another process of its machine has made. Both come as parts of
-64 MiB; a tensor goes to the model as soon as it is whole, so no second copy of the model is held.
-vLLM's own engines wait without a deadline for a trainer that has died; so the groups are those of
-`actors/weights`, and what a round comes to is told by `outcome`, not raised: an error would leave
-vLLM's layers half replaced, while a round that has failed is finished and begun anew.
+card), or from a file in memory written by another process of its machine. Both arrive in parts of
+64 MiB; each complete tensor is loaded at once, so no second copy of the model is held. vLLM's own
+engines wait without a deadline for a dead trainer; so the groups are those of `actors/weights`.
+`outcome` reports the result of a round instead of an exception, which would leave vLLM's layers
+half replaced; a failed round is finished and repeated.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -42,7 +42,7 @@ from ...weights.tensors import PART_BYTES, Assembler, Fingerprint
 BACKEND = "tinkermq"
 """Its name in vLLM's factory."""
 Outcome = tuple[Literal["", "done", "failed", "damaged"], str]
-"""Outcome of the last operation, and why; "": it has not ended."""
+"""Outcome of the last operation, with the reason; "": in progress."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ class TakeVersion(WeightTransferUpdateInfo):
     """First byte of each tensor in the payload, ascending."""
     num_bytes: int
     digest: str = ""
-    """Fingerprint of the payload; empty: it was checked before."""
+    """Fingerprint of the payload; empty: already checked."""
     path: str = ""
-    """File that has the payload; empty: it comes from the group."""
+    """File with the payload; empty: it is sent through the group."""
 
 
 class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
@@ -82,18 +82,18 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
     update_info_cls = TakeVersion
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        """Start without a group."""
+        """There is no group yet."""
         super().__init__(config, vllm_config, device, model)
         self.outcome: Outcome = ("done", "")
         self.replaces_all = False
-        """Whether the last version has replaced every parameter of the model."""
+        """Whether the last version replaced every parameter of the model."""
         self._loaded: set[str] | None = set()
         """Parameters loaded since an update began; None: the model does not report them."""
         self._store: broadcast_group.Store | None = None
         self._group: broadcast_group.Group | None = None
 
     def init_transfer_engine(self, init_info: JoinGroup) -> None:
-        """Begin to connect, or to form a group; `outcome` changes when that is done.
+        """Start connecting or forming a group; `outcome` changes at the end.
 
         vLLM's steps continue meanwhile.
         """
@@ -106,7 +106,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         threading.Thread(target=run, name="weights group", daemon=True).start()
 
     def start_weight_update(self) -> None:
-        """Prepare layers to be replaced in place once all of their weights have arrived."""
+        """Prepare layers to be replaced in place once all their weights have arrived."""
         self._loaded, self.replaces_all = set(), False
         if self.device.type == "cpu":
             for layer in self._experts():
@@ -114,7 +114,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a version; `outcome` tells whether it arrived."""
+        """Receive a version; `outcome` reports the result."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -124,7 +124,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         self.outcome = _outcome_of(lambda: self._load_version(update_info))
 
     def finish_weight_update(self) -> None:
-        """End the update of all layers, also of those whose weights have not arrived."""
+        """End the update of all layers, including layers whose weights have not arrived."""
         finalize_layerwise_reload(self.model, self.model_config)
         there = {name for name, _ in self.model.named_parameters()}
         is_loaded = self.outcome[0] == "done" and self._loaded is not None
@@ -132,13 +132,13 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         if self.device.type != "cpu":
             return
         for layer in self._experts():
-            # On a CPU vLLM 0.32 packs the weights of experts at their first loading only, and would
-            # read later ones as if they were packed.
+            # On a CPU vLLM 0.32 packs the experts' weights only at their first loading, and would
+            # read later weights as packed.
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):
-                # A head that is tied to the embedding is not loaded. On a CPU vLLM 0.32 multiplies
-                # with a packed copy, which would stay old.
+                # A head tied to the embedding is not loaded. On a CPU vLLM 0.32 multiplies with a
+                # packed copy of it, which would not be updated.
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
@@ -165,7 +165,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         )
 
     def _load_version(self, info: TakeVersion) -> str:
-        """Load a version as it arrives; return what is wrong with it."""
+        """Load a version while it arrives; return the error, if any."""
         entries = zip(info.names, info.dtype_names, info.shapes, info.offsets, strict=True)
         assembler = Assembler(entries)
         digest = Fingerprint(info.num_bytes) if info.digest else None
@@ -204,8 +204,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
 def file_parts(path: Path, num_bytes: int, device: torch.device) -> Generator[Tensor, None, None]:
     """Yield the last bytes of a file in parts on a device.
 
-    On the way to a GPU they are copied through two buffers of pinned memory: one is filled while
-    the other is sent.
+    For a GPU they are copied through two pinned buffers: one is filled while the other is sent.
     """
     size = path.stat().st_size
     mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
@@ -237,7 +236,7 @@ def _outcome_of(work: Callable[[], str | None]) -> Outcome:
 
 
 def _make_room(layer: Any) -> None:
-    """Give experts that were padded at packing the shape of the weights to be loaded."""
+    """Give experts padded by packing the shape of the weights to load."""
     size = layer.quant_method.moe.intermediate_size_per_partition
     num, _, hidden = layer.w13_weight.shape
     for weight, shape in (

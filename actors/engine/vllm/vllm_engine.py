@@ -1,7 +1,7 @@
 """The engine that runs a model in vLLM: continuous batching, paged attention, CUDA graphs.
 
-Several engines may share one model in vLLM, each with its own adapter. docs/engines.md has what it
-can do in addition to `engine.Engine`, and where it was run.
+Several engines may share one model in vLLM, each with its own adapter. docs/engines.md lists its
+features beyond `engine.Engine`, and where it was run.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from .request import ShownImages, show
 from .weight_files import WeightFiles, hollow_model, reference_names
 
 _LEAST_TEMPERATURE = 0.01
-"""vLLM replaces lower temperatures by this one."""
+"""vLLM replaces lower temperatures by this value."""
 T = TypeVar("T")
 
 
@@ -73,7 +73,7 @@ class VllmEngine:
     ) -> None:
         """`start_vllm` makes one; `adapter` names it, "" is the model itself.
 
-        `max_rank` is that of the largest adapter that there is room for.
+        `max_rank` is the largest supported rank of an adapter.
         """
         self._model = model
         self._adapter = adapter
@@ -86,7 +86,7 @@ class VllmEngine:
         self._max_context = max_context_of(config)
         self._max_pending = max_waiting + model.max_requests
         self._pending: dict[str, str] = {}
-        """The adapters of the requests by their ids."""
+        """The adapter of each request, by request id."""
         self._max_rank = max_rank
         self._layers: RowAdapters | None = None
         self._records: tuple[int, ...] = ()
@@ -101,12 +101,12 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Policy version that decodes now."""
+        """Policy version used for decoding now."""
         return self._model.versions[self._adapter]
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no request will be answered any more, or None."""
+        """Why requests are no longer answered, or None."""
         return self._closed.result() if self._closed.done() else self._model.failure
 
     async def generate(
@@ -122,7 +122,7 @@ class VllmEngine:
     ) -> Generation:
         """Generate from a prompt; see `engine.AdapterEngine.generate`.
 
-        A conversation needs no name: what its turns have in common is found in the cache.
+        `conversation` is ignored: the turns' common prefix is found in the cache.
         """
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
@@ -150,7 +150,7 @@ class VllmEngine:
         return result
 
     async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
-        """Add the share that a grammar excluded; ConfigError where it could not be followed."""
+        """Add the share that a grammar excluded; ConfigError if it could not be followed."""
         answers = self._model.ask_workers("take_figures", key, len(result.token_ids))
         masked, error = (await self._unless_ended(answers))[0]
         if error:
@@ -160,7 +160,7 @@ class VllmEngine:
         return replace(result, masked=np.frombuffer(masked, np.float32))
 
     async def _with_experts(self, result: Generation, key: str, num_prompt: int) -> Generation:
-        """Add the experts of all tokens but the last, as they were computed last."""
+        """Add the experts of all tokens but the last, as computed last."""
         num = num_prompt + len(result.token_ids) - 1
         answers = self._model.ask_workers("take_experts", key, num)
         first: bytes = (await self._unless_ended(answers))[0]
@@ -187,7 +187,7 @@ class VllmEngine:
         check_queue(request_id, len(self._pending), self._max_pending, running=running)
         vocab, most = self._model.vocab_size, self._max_context
         check_scored(prompt, top_k, max_context=most, vocab_size=vocab)
-        if len(prompt) == most:  # vLLM draws a token behind it
+        if len(prompt) == most:  # vLLM draws a token after it
             raise ConfigError(
                 f"vLLM scores prompts of less than its {most} tokens",
                 hint="shorten the prompt, or raise generator.max_context",
@@ -200,9 +200,9 @@ class VllmEngine:
             self._pending.pop(request_id, None)
 
     async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
-        """Let requests have the adapter of a folder; see `engine.AdapterEngine.add_adapter`.
+        """Load the adapter of a folder for requests; see `engine.AdapterEngine.add_adapter`.
 
-        Newer weights of one that is there are swapped in between two steps.
+        Newer weights of a loaded adapter are swapped in between two steps.
         """
         self._check_alive()
         await asyncio.to_thread(self._check_adapter, folder)
@@ -213,7 +213,7 @@ class VllmEngine:
             await self._to_the_end(self._model.add_adapter(name, version, str(folder)))
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter; see `engine.AdapterEngine.drop_adapter`."""
+        """Drop an adapter; see `engine.AdapterEngine.drop_adapter`."""
         self._model.drop_adapter(name)
 
     def _named(self, adapter: str) -> str:
@@ -222,7 +222,7 @@ class VllmEngine:
         return adapter or self._adapter
 
     def _check_adapter(self, folder: Path) -> None:
-        """Raise ModelError for an adapter that would end vLLM."""
+        """Raise ModelError for an adapter that would crash vLLM."""
         config, tensors = read_lora(folder)
         for setting in ("rank_pattern", "alpha_pattern"):
             if value := getattr(config, setting):
@@ -264,15 +264,15 @@ class VllmEngine:
             self._files.keep_only(None)
 
     def takes_from_learner(self, manifest: Manifest) -> bool:
-        """Return whether vLLM's workers receive a version from the learner themselves."""
+        """Return whether vLLM's workers receive a version directly from the learner."""
         return manifest.transport == "nccl" and manifest.kind == "full" and not self._adapter
 
     async def receive_weights(
         self, manifest: Manifest, store: WeightStore, kv: KvOnSwap = "keep"
     ) -> None:
-        """Have vLLM's workers receive a version from the learner's memory, without a file.
+        """Receive a version from the learner's memory in vLLM's workers, without a file.
 
-        From its first byte until it is whole no token is generated. Raises NotFoundError,
+        No token is generated from its first byte until it is complete. Raises NotFoundError,
         DeadlineError, BrokerError as `WeightStore.fetch` does.
         """
         async with self._loading:
@@ -286,7 +286,7 @@ class VllmEngine:
             await self._to_the_end(self._model.receive(manifest.version, receive, kv))
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free memory, that of all engines of this model; see `engine.Engine.sleep`."""
+        """Free the memory of all engines of this model; see `engine.Engine.sleep`."""
         self._check_alive()
         await self._to_the_end(self._model.sleep(keep_weights=keep_weights))
 
@@ -296,14 +296,14 @@ class VllmEngine:
         return self._model.has_weights
 
     async def wake(self) -> None:
-        """Take the memory back and continue; see `engine.Engine.wake`."""
+        """Allocate the memory again and continue; see `engine.Engine.wake`."""
         self._check_alive()
         if not self.has_weights:
             raise no_weights()
         await self._to_the_end(self._model.wake())
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, with `cancelled`."""
+        """End a request; its `generate` returns the tokens so far, with `cancelled`."""
         if request_id in self._pending:
             self._model.cancel(self._pending[request_id], request_id)
 
@@ -311,7 +311,7 @@ class VllmEngine:
         """Do nothing: vLLM's cache evicts the least recently used blocks itself."""
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics; figures of the model are those of all its engines."""
+        """Return the engine's statistics; those of the model cover all its engines."""
         model = self._model
         return model.meter.stats(
             version=self.version,
@@ -322,7 +322,7 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """End the engine, and vLLM with the last one; requests that still run fail."""
+        """End the engine, and vLLM with the last one; running requests fail."""
         if not self._closed.done():
             self._closed.set_result(EngineError("the engine was closed", hint="start it again"))
             await self._model.close()
@@ -331,7 +331,7 @@ class VllmEngine:
     # New weights ------------------------------------------------------------------------------
 
     async def begin(self, version: int) -> None:
-        """Name the version of the first weights: an adapter's are its folder's, or add nothing."""
+        """Set the version of the first weights: an adapter's folder, or an empty adapter."""
         if self._records_experts:
             self._records = tuple((await self._model.ask_workers("record_experts"))[0])
         if not self._adapter:
@@ -372,14 +372,14 @@ class VllmEngine:
         return self._reference().checked(tensors)
 
     def _update(self, version: int, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
-        """Return the `TakeVersion` of tensors: in the file that has them, or a new one."""
+        """Return the `TakeVersion` of tensors: in their file, or in a new one."""
         mapped = _update_of_mapped(tensors)
         return mapped or update_of_file(*self._files.write_model(version, tensors))
 
     async def _load_adapter(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap
     ) -> None:
-        """Have vLLM load an adapter; its folder stays, since vLLM may read it again."""
+        """Load an adapter in vLLM; its folder is kept, since vLLM may read it again."""
         write = partial(self._files.write_adapter, version, tensors, self._lora)
         folder = await asyncio.to_thread(write)
         self._check_alive()
@@ -420,7 +420,7 @@ class VllmEngine:
             task.exception()  # raised where it is awaited
 
     async def _unless_ended(self, work: Awaitable[T]) -> T:
-        """Await something; EngineError when the engine, or all of vLLM, ends before it."""
+        """Await something; EngineError if the engine, or all of vLLM, ends first."""
         task = asyncio.ensure_future(work)
         ends = (self._closed, self._model.broken)
         try:
@@ -433,7 +433,7 @@ class VllmEngine:
 
 
 def max_context_of(config: JobConfig) -> int:
-    """Return the longest sequence that the engine takes, in tokens."""
+    """Return the engine's longest sequence in tokens."""
     return config.generator.max_context or config.rollout.max_tokens
 
 
@@ -443,7 +443,7 @@ def num_engines(config: JobConfig) -> int:
 
 
 async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> VllmModel:
-    """Start vLLM with the model of a configuration, and room for adapters beside it."""
+    """Start vLLM with the model of a configuration, and room for adapters."""
     path = config.model.path
     trusted = config.model.trust_remote_code
     if is_adapter(path) and not adapters:
@@ -470,7 +470,7 @@ async def start_vllm(
     *,
     max_waiting: int = 4096,
 ) -> VllmEngine:
-    """Start the engine of a configuration, in a vLLM of its own or in one that runs."""
+    """Start the engine of a configuration, in a new vLLM or a running one."""
     lora = config.lora
     model = base or await open_vllm(config, [lora] if lora.rank else [])
     adapter = model.new_adapter() if lora.rank else ""
@@ -496,7 +496,7 @@ class _Workers:
     """vLLM's workers as members of a learner's group; see `weights.broadcast_group.Member`."""
 
     def __init__(self, model: VllmModel, gpus: list[str]) -> None:
-        """`gpus` are the UUIDs of the workers' GPUs, empty for one on a CPU."""
+        """`gpus` are the UUIDs of the workers' GPUs, empty for a worker on a CPU."""
         self.gpus = [gpu for gpu in gpus if gpu]
         self.device: Literal["cpu", "cuda"] = "cuda" if self.gpus else "cpu"
         self.num_ranks = len(gpus)
@@ -506,16 +506,16 @@ class _Workers:
 
     @property
     def group(self) -> str:
-        """The group that all workers are in; empty: none."""
+        """Name of the workers' group; empty: none."""
         return self._group
 
     async def connect(self, address: str, port: int) -> None:
-        """Have each worker connect to the learner's TCPStore. Raises ProcessGroupFailed."""
+        """Connect each worker to the learner's TCPStore. Raises ProcessGroupFailed."""
         self._where = {"address": address, "port": port}
         await self._join(self._where)
 
     async def join(self, place: Round) -> None:
-        """Have the workers form the group of a place. Raises ProcessGroupFailed."""
+        """Form the group of a place in the workers. Raises ProcessGroupFailed."""
         if self._group == place.group:
             return
         self._group = ""
@@ -529,7 +529,7 @@ class _Workers:
         self._group = place.group
 
     async def receive(self, manifest: Manifest) -> None:
-        """Have the workers receive a version into the paused model.
+        """Receive a version into the workers' paused model.
 
         Raises ProcessGroupFailed, DigestMismatch.
         """
@@ -579,7 +579,7 @@ def update_of_file(path: Path, entries: Iterable[TensorEntry]) -> dict[str, Any]
 
 
 def _update_of_mapped(tensors: Mapping[str, TensorSource]) -> dict[str, Any] | None:
-    """Return the `TakeVersion` of tensors in one mapped file; None: they are not in one."""
+    """Return the `TakeVersion` of tensors in one mapped file; None: they are not in one file."""
     entries: list[TensorEntry] = []
     paths: set[Path] = set()
     for name, source in tensors.items():

@@ -1,7 +1,7 @@
 """New weights as files in memory, for an engine whose processes read them.
 
-vLLM reads adapters from a folder. Weights of a model are written only if they are not in a file of
-shared memory already.
+vLLM reads adapters from a folder. Weights of a model are written only if they are not yet in a
+shared-memory file.
 """
 
 import json
@@ -50,9 +50,9 @@ class WeightFiles:
     def write_model(
         self, version: int, tensors: Mapping[str, TensorSource]
     ) -> tuple[Path, list[TensorEntry]]:
-        """Write tensors that were checked, one after the other; return the file and its layout.
+        """Write checked tensors, concatenated; return the file and its layout.
 
-        For tensors that are not in a file of shared memory yet.
+        For tensors that are not yet in a shared-memory file.
         """
         by_name = self._with_room(tensors)
         path = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root)) / "model"
@@ -66,7 +66,7 @@ class WeightFiles:
     ) -> Path:
         """Write an adapter as a PEFT folder.
 
-        vLLM scales all layers alike: where `config` does not, B is scaled here.
+        vLLM uses one scale for all layers: if `config` has several, B is scaled here.
         """
         alpha = config.alpha
         if not config.is_uniform:
@@ -111,7 +111,7 @@ class WeightFiles:
         return folder
 
     def _with_room(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorBytes]:
-        """Return the bytes of tensors; EngineError if the memory does not have room for them."""
+        """Return the bytes of tensors; EngineError if the memory has no room for them."""
         by_name = {name: in_bytes(source) for name, source in tensors.items()}
         size = sum(tensor.data.nbytes for tensor in by_name.values())
         free = shutil.disk_usage(self._root).free
@@ -134,7 +134,7 @@ def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":
 def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
     """Return the names and shapes of the weights of a model, or its adapter; takes no memory.
 
-    Raises ModelError for an adapter that vLLM would not use whole.
+    Raises ModelError for an adapter that vLLM supports only in part.
     """
     model = hollow_model(path, trust_remote_code=trust_remote_code)
     if lora.rank:

@@ -1,13 +1,12 @@
 """Additions to vLLM's worker processes: log-probs, new weights, records of experts.
 
 vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
-between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
-logits that the temperature has divided, and may change them in place.
+after the temperature and before top-p and top-k. vLLM's sampler draws in a separate module, which
+is wrapped here; the module gets logits divided by the temperature, and may change them in place.
 
-Experts are recorded for each slot of the cache, beside its keys: what a request did not compute,
-since it was in the cache, stands there as well. vLLM 0.32 records experts by itself with its newer
-model runner only, whose sampler is not the one that is wrapped; what it captures them with is used
-here.
+Experts are recorded for each slot of the cache, like its keys, so that experts of cached tokens are
+also available. vLLM 0.32 records experts itself only with its newer model runner, whose sampler is
+not the wrapped one; its capturing code is used here.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -35,14 +34,14 @@ from .transfer import Outcome
 # -- experts of the tokens in the cache ------------------------------------------------------------
 
 _KEPT = 4096
-"""Ended requests whose experts are kept; the oldest are dropped."""
+"""Number of ended requests whose experts are kept; the oldest are dropped."""
 
 
 class SlotExperts:
     """Follows the steps of a worker's model runner."""
 
     def __init__(self, runner: Any) -> None:
-        """Follow it from now on; its layers must not have been compiled or recorded as graphs."""
+        """Follow it from now on; its layers must not be compiled or captured as graphs yet."""
         config, model = runner.vllm_config, runner.get_model()
         self._runner = runner
         self._block_size = int(config.cache_config.block_size)
@@ -63,18 +62,18 @@ class SlotExperts:
 
     @property
     def shape(self) -> list[int]:
-        """Layers with experts, and how many of one read a token."""
+        """Number of layers with experts, and of experts per token."""
         return list(self._slots_SLK.shape[1:])
 
     def read_experts(self, key: str, num: int) -> bytes:
-        """Return the experts of the first tokens of a request that has ended; empty: not known."""
+        """Return the experts of the first tokens of an ended request; empty: unknown."""
         for request in [name for name in self._runner.requests if _key(name) == key]:
             return self._read(request)[:num].cpu().numpy().tobytes()
         mine = [self._ended.pop(name) for name in list(self._ended) if _key(name) == key]
         return mine[-1][:num].cpu().numpy().tobytes() if mine else b""
 
     def _step(self, scheduled: Any, *more: Any) -> Any:
-        for request in self._leaving(scheduled):  # others may get their slots in this step
+        for request in self._leaving(scheduled):  # others may reuse their slots in this step
             self._ended[request] = self._read(request)
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
@@ -125,8 +124,8 @@ class Recording(torch.nn.Module):
 class _PromptLogits:
     """Computes the logits of a prompt's tokens with the adapter of their request.
 
-    vLLM 0.32 applies the output layer's part of an adapter to them as if they were the tokens that
-    are drawn in this step, one of each request.
+    vLLM 0.32 applies an adapter's output layer to them as if they were the tokens drawn in this
+    step, one per request.
     """
 
     def __init__(self, runner: Any, hidden_states: torch.Tensor) -> None:
@@ -146,7 +145,7 @@ class _PromptLogits:
 
 
 class WorkerExtension:
-    """Methods that each worker process gets; the engine's process calls them by name."""
+    """Methods added to each worker process; the engine's process calls them by name."""
 
     model_runner: Any
     """The worker's model runner: the worker class inherits from this one."""
@@ -157,7 +156,7 @@ class WorkerExtension:
     _experts: SlotExperts | None = None
 
     def end_with(self, pid: int) -> None:
-        """End this process, and thereby vLLM's others, when another process has ended."""
+        """End this process, and thereby vLLM's other processes, when another process ends."""
         process = os.pidfd_open(pid)
 
         def watch() -> None:
@@ -173,29 +172,29 @@ class WorkerExtension:
         return self.weight_transfer_engine.outcome
 
     def replaces_all_weights(self) -> bool:
-        """Return whether the last version of weights has replaced every parameter of the model."""
+        """Return whether the last version of weights replaced every parameter of the model."""
         return self.weight_transfer_engine.replaces_all
 
     def gpu(self) -> str:
-        """Return the UUID of this worker's GPU; empty: it computes on a CPU."""
+        """Return the UUID of this worker's GPU; empty on a CPU."""
         return gpu_of(self.device)
 
     def record_experts(self) -> list[int]:
-        """Record which experts read each token; return layers, and experts of a token in each."""
+        """Record each token's experts; return the numbers of layers and of experts per token."""
         self._experts = self._experts or SlotExperts(self.model_runner)
         return self._experts.shape
 
     def take_experts(self, key: str, num: int) -> bytes:
-        """Return the experts of the first tokens of a request that has ended, in uint8."""
+        """Return the experts of the first tokens of an ended request, in uint8."""
         return self._experts.read_experts(key, num) if self._experts else b""
 
     def zero_caches(self) -> None:
-        """Zero all keys and values; the caller ensures that no request relies on any."""
+        """Zero all keys and values; the caller ensures that no request uses them."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
     def clear_caches_at_wake(self) -> None:
-        """Zero the caches after each sleep: their memory may hold NaNs."""
+        """Zero the caches after each sleep, as their memory may hold NaNs."""
         wake_up = self.wake_up
 
         def wake_up_clear(tags: list[str] | None = None) -> None:
