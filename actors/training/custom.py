@@ -115,11 +115,7 @@ class CustomFunction:
         return there[target]
 
     def called(self, inputs: object) -> Any:
-<<<<<<< HEAD
         """Return the function's result; raises ConfigError with its error and location."""
-=======
-        """Return the function's result; raises ConfigError with its error and the location of it."""
->>>>>>> main
         with blaming(self.failure):
             try:
                 return self._call(inputs)

@@ -64,7 +64,7 @@ class VllmRequest:
         self._starts, self._num_streamed = [(0, version)], 0
 
     def note_swap(self, num_drawn: int, version: int) -> None:
-        """Record that a version draws the tokens after the first `num` ones."""
+        """Record that a version draws the tokens after the first `num_drawn` ones."""
         self._starts.append((num_drawn, version))
 
     def next_version(self) -> int:
