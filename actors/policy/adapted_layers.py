@@ -1,6 +1,6 @@
-"""LoRA adapters on the linear layers of one model, chosen anew for each forward pass.
+"""LoRA adapters on the linear layers of one model, selected for each forward pass.
 
-The layers are not replaced: hooks add the output of the adapters in use to theirs. Engines and the
+The layers are not replaced: hooks add the adapters' output to the layers' output. Engines and the
 trainer of a Tinker service differ in which rows have which adapter (`Addition`).
 
 Shape letters: X rows of a layer, R rank.
@@ -21,7 +21,7 @@ from .lora import has_adapter
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one layer: x A^T B^T times a scale."""
+    """An adapter's addition to one layer: x A^T B^T times a scale."""
 
     a: Tensor
     """float[R, in]."""
@@ -71,7 +71,7 @@ class AdaptedLayers:
     """The linear layers of a model's decoder and its output layer."""
 
     def __init__(self, model: nn.Module, *, flatten: bool = False) -> None:
-        """Set no hooks yet.
+        """There are no hooks before `open`.
 
         With `flatten` layers and adapters read one flattened input, float[X, in], so that its
         gradient is the sum of theirs before gradients of other layers are added.
@@ -102,7 +102,7 @@ class AdaptedLayers:
         return self._linear
 
     def open(self) -> None:
-        """Set the hooks, in the thread that computes; later calls change nothing."""
+        """Set the hooks, in the computing thread; later calls change nothing."""
         if not self._is_open:
             for name, layer in self.linear.items():
                 self._set_hooks(name, layer)

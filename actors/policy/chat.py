@@ -5,14 +5,14 @@ tokens between the policy's last token and its next one: the end of the assistan
 observation, the next generation prompt. What the policy generated is never re-tokenised.
 
 The tokens between two turns are taken from the rendering of a short sample conversation. That is
-correct only if the template appends and the tokenizer splits text at these places.
-`check_template` verifies both at start-up: a template that rewrites earlier turns would show the
-policy another history than the one it was trained on.
+correct only if the template appends and the tokenizer splits text at these places. `check_template`
+verifies both at start-up: a template that rewrites earlier turns would show the policy another
+history than the one in training.
 
 The template's own marker ends a turn. If it has none (GLM's), the marker of the next role ends the
 turn, and the tokenizer's end of text ends the last one. The special tokens of a prompt are those
-that the template writes (`token_text`). A template that asks for the time gets the same one at
-every rendering; `at` returns the same templating at another time.
+that the template writes (`token_text`). A template that uses the time gets the same time at every
+rendering; `at` returns the same templating at another time.
 """
 
 import copy
@@ -162,9 +162,9 @@ class ChatTokenizer:
         self._texts = SpecialText(tokenizer, frame, controls)
 
     def at(self, seconds: float) -> Self:
-        """Return the same with another time (seconds since the epoch, shown as UTC).
+        """Return the same templating with another time (seconds since the epoch, shown as UTC).
 
-        It is this object where the template does not ask for the time.
+        Returns this object if the template does not use the time.
         """
         if not self._asks_time or seconds == self._time:
             return self

@@ -73,11 +73,12 @@ def gpu_of(device: torch.device) -> str:
 
 
 # -- float32 products on a CPU ---------------------------------------------------------------------
-# torch uses MKL, which has AVX-512 for Intel's processors only. On AMD's oneDNN is up to twice as
+# torch uses MKL, which has AVX-512 for Intel's processors only. On AMD's, oneDNN is up to twice as
 # fast.
 
 TRAINED_WEIGHTS = 1 << 16
-"""Least weights of a layer with many rows; for smaller ones oneDNN's overhead is too large."""
+"""Least number of weights of a layer with many rows; for smaller ones oneDNN's overhead is too
+large."""
 DECODED_WEIGHTS = 1 << 18
 """The same for a layer with few rows."""
 _CACHED_KERNELS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
@@ -88,8 +89,8 @@ gigabyte. A pass has some twenty shapes, and a kernel is made in a millisecond."
 def use_onednn(model: nn.Module, min_weights: int) -> None:
     """Compute linear layers of at least `min_weights` weights by oneDNN if possible.
 
-    It is if input and weights are float32 on a CPU, with or without gradients. Subclasses of
-    torch's linear layer that compute something else, as some routers do, are not changed.
+    It is possible if input and weights are float32 on a CPU, with or without gradients. Subclasses
+    of torch's linear layer that compute something else, as some routers do, are not changed.
     """
     if not torch.backends.mkldnn.is_available():
         return

@@ -1,7 +1,7 @@
 """The routers of a mixture of experts: record, and replay, the experts of each token.
 
 Generator and learner compute in different ways, and a router's choice is not continuous: a small
-difference of a hidden state may give a token other experts, and another log-prob. So the generator
+difference of a hidden state may change a token's experts, and its log-prob. So the generator
 records its choices, and the learner computes with the same experts (R3, "Stabilizing MoE
 Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370), weighted by
 its own router, with gradients.

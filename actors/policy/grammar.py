@@ -106,8 +106,8 @@ class MaskFiller:
     def allowed(self, states: Sequence[GrammarState], num_tokens: int) -> NDArray[np.bool_]:
         """Return bool[rows, num_tokens]: the tokens that may follow each state of one tokenizer.
 
-        Ids of the model beyond the tokenizer never may. A state that fails sets its `error`, and
-        allows everything.
+        Ids of the model beyond the tokenizer are never allowed. A state that fails sets its
+        `error`, and allows everything.
         """
         known = states[0].grammar.num_tokens
         words = np.zeros((len(states), -(-known // _WORDS)), np.int32)
@@ -251,7 +251,7 @@ def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokeniz
 
 
 def check_grammar(text: str) -> str:
-    """Return what is wrong with a grammar for any tokenizer; empty: nothing."""
+    """Return the error of a grammar for any tokenizer; empty: none."""
     message = llguidance.LLMatcher.validate_grammar(text, limits=_limits())
     return _reason(message) if message else ""
 

@@ -1,4 +1,4 @@
-"""Open, check and write Hugging Face model folders, and explain what is wrong with one."""
+"""Open, check and write Hugging Face model folders, and explain their errors."""
 
 import json
 import socket
@@ -86,7 +86,7 @@ def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
 def check_hub_model(path: str) -> None:
     """Raise ModelError for a model of the hub that is neither cached nor available there.
 
-    The hub is asked once. Other errors are found when the model is loaded.
+    The hub is queried once. Other errors are found when the model is loaded.
     """
     from huggingface_hub import (
         constants,
@@ -142,7 +142,7 @@ def check_model_folder(path: str, *, hollow: bool = False) -> None:
 def check_model_is_here(path: str) -> None:
     """Raise ModelError for a model that this machine cannot load; reads headers, not weights.
 
-    The hub is asked for its names; models of the catalogue must have been fetched.
+    Names are looked up at the hub; models of the catalogue must have been fetched.
     """
     path = find_model(path)
     _check_files(path)
@@ -155,9 +155,9 @@ def check_model_is_here(path: str) -> None:
 
 
 def check_model_alike(path: str) -> None:
-    """Raise as `check_model_is_here`, with one message for everything that is not a model.
+    """Like `check_model_is_here`, with one message for everything that is not a model.
 
-    For paths of users who may not learn which files this machine has.
+    For paths from users who may not learn which files this machine has.
     """
     try:
         if _is_hub_name(path) and not Path(path).is_dir():

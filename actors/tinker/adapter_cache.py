@@ -182,7 +182,7 @@ class AdapterCache:
         self._since: dict[str, float] = {}
         self._suspended: set[str] = set()
         self.num_suspended = 0
-        """How often a model was suspended to make room."""
+        """Number of suspensions to make room."""
 
     def find_admissible(self) -> Callable[[TrainedModel], bool]:
         """Return a function that says whether a model is in memory or can be loaded now."""
@@ -219,7 +219,7 @@ class AdapterCache:
             self._bytes[model.key] = self._bytes_of(model)
 
     def evict_idle(self, idle_s: float) -> None:
-        """Evict models that were unused for so long; a full disk is only logged."""
+        """Evict models that were unused for too long; a full disk is only logged."""
         now = time.monotonic()
         for model in self._in_memory():
             if model.running is None and not model.waiting and now - model.used > idle_s:

@@ -37,7 +37,7 @@ from .models import TrainedModel
 from .training.trainer import AdapterTrainer
 
 MAX_CHECKPOINTS = 10_000
-"""Of one user, records of removed ones included."""
+"""Limit per user, including records of removed checkpoints."""
 MAX_BYTES = 64 << 30
 MAX_PASSING = 64
 """Unnamed checkpoints of one model for its samplers."""
@@ -46,13 +46,13 @@ PASSING_S = 24 * 3600.0
 KNOWN_S = 30 * 86400.0
 """How long the record of a removed checkpoint is kept."""
 MAX_RUNS = 10_000
-"""Of one user; beyond, the oldest without checkpoints are forgotten."""
+"""Limit per user; beyond it, the oldest without checkpoints are forgotten."""
 MAX_SESSIONS = 10_000
-"""Of one user; beyond, the oldest are forgotten."""
+"""Limit per user; beyond it, the oldest are forgotten."""
 MAX_SAMPLERS = 256
-"""Of one session, the newest ones."""
+"""Limit per session; the newest are kept."""
 ABANDONED_S = 86400.0
-"""A session without a message for so long is abandoned."""
+"""Time without a message after which a session is abandoned."""
 _RUN, _SESSIONS = "run.json", "sessions"
 
 
@@ -62,7 +62,7 @@ class SaveOptions:
 
     overwrite: bool = False
     passing: bool = False
-    """Without a name of the user's, for a sampling session."""
+    """Whether it is for a sampling session, without a user's name."""
     ttl_s: float | None = None
     time: float = 0.0
     """When its operation was accepted; 0: now."""

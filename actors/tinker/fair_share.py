@@ -25,7 +25,7 @@ class FairShare:
     def __init__(self, quantum: int) -> None:
         """Give the user of the largest weight `quantum` tokens in each round."""
         self.weights: dict[str, float] = {}
-        """Of users; 1 for others."""
+        """Weights of users; others have 1."""
         self._quantum = quantum
         self._left: dict[str, float] = {}
         self._fresh: deque[str] = deque()
@@ -73,7 +73,7 @@ class FairShare:
 REPORT_S = 4.0
 _TIMEOUT_S = 10.0
 _MAX_USERS = 1000
-"""In one report."""
+"""Maximum number of users in one report."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -109,7 +109,7 @@ class ShareFollower:
             )
 
     async def follow(self) -> None:
-        """Report every few seconds, for ever."""
+        """Report every few seconds, forever."""
         while True:
             try:
                 await self.report()

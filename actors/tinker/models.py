@@ -80,9 +80,9 @@ def _join(name: str, values: list[float]) -> float:
 MAX_AHEAD = 10_000
 """How far a number may be ahead of the next one."""
 MAX_WAITING_BYTES = 256 << 20
-"""Of one user's waiting operations."""
+"""Limit of a user's waiting operations."""
 MAX_MODELS = 256
-"""Of one user."""
+"""Limit per user."""
 QUANTUM = 8192
 """Tokens of one user's turn, by default."""
 
@@ -103,11 +103,11 @@ class TrainedModel:
     unreadable: dict[int, str] = field(default_factory=dict[int, str])
     """Operations in the log that cannot be read, and why."""
     tail_bytes: int = 0
-    """Of the operations applied since the saved one."""
+    """Bytes of the operations applied since the saved state."""
     info: ModelInfo | None = None
     """Set once the model was made."""
     tokens: int = 0
-    """Computed for it, in `forward` and `forward_backward`."""
+    """Tokens computed for it, in `forward` and `forward_backward`."""
     used: float = 0.0
     """When an operation was last applied, by the monotonic clock; 0: never."""
     history: ModelHistory = field(default_factory=ModelHistory)

@@ -34,7 +34,7 @@ class Turn(NamedTuple):
     model: TrainedModel
     operation: ModelOperation
     companies: Sequence[Company] | None
-    """Of an earlier computation, which is repeated to the bit; None: there was none."""
+    """Companies of an earlier computation, which is repeated to the bit; None: there was none."""
 
 
 class Pieces:

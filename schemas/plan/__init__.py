@@ -1,1 +1,1 @@
-"""Estimates of what a job takes on GPUs: memory of each card, and the time of a step. No torch."""
+"""Estimates of a job's use of GPUs: memory of each card, and the time of a step. No torch."""

@@ -1,7 +1,7 @@
 """GPUs by name: memory, computation, bandwidth and links, from their makers' data sheets.
 
-Names are found as nvidia-smi, Slurm (`gres`), Kubernetes (`nvidia.com/gpu.product`,
-`nvidia.com/mig-…`) and people write them. Operations are those of dense matrices.
+Names are accepted as written by nvidia-smi, Slurm (`gres`), Kubernetes (`nvidia.com/gpu.product`,
+`nvidia.com/mig-…`) and people. Operation counts are for dense matrices.
 """
 
 import re
@@ -14,7 +14,7 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 _TERA, _GIGA = 1e12, 1e9
 _MIG_PARTS = 7
-"""Compute slices of a card that is divided by MIG."""
+"""Compute slices of a card divided by MIG."""
 _LEAST_A100_80GB = 60 * _GIB
 MAX_CARDS = 4096
 
@@ -99,9 +99,9 @@ def known_cards() -> list[str]:
 
 
 def find_card(name: str, memory_bytes: int = 0) -> GpuCard:
-    """Return the card of a name; `memory_bytes` is what its driver reports, if that is known.
+    """Return a card by name; `memory_bytes` is the driver's value, if known.
 
-    Raises ConfigError, naming the known ones.
+    Raises ConfigError that lists the known names.
     """
     slice_ = _MIG.search(name.lower())
     whole = name.lower() if slice_ is None else name.lower().replace(slice_[0], "")
@@ -131,7 +131,7 @@ def find_card(name: str, memory_bytes: int = 0) -> GpuCard:
 
 
 def card_like(name: str, memory_bytes: int) -> GpuCard:
-    """Return the card that a driver reports; of an unknown one only its memory is known."""
+    """Return the card that a driver reports; for an unknown card, only its memory is set."""
     try:
         return find_card(name, memory_bytes)
     except ConfigError:
@@ -139,7 +139,7 @@ def card_like(name: str, memory_bytes: int) -> GpuCard:
 
 
 def _find(text: str, memory_bytes: int, cut_from: GpuCard | None) -> GpuCard | None:
-    """Return the whole card that a name in small letters contains, else that of a slice."""
+    """Return the full card whose name a lower-case name contains, else the slice's."""
     words = text.split()
 
     def has(*prefixes: str) -> bool:
@@ -167,7 +167,7 @@ def _find(text: str, memory_bytes: int, cut_from: GpuCard | None) -> GpuCard | N
 
 
 def _of_slice(parts: int, gigabytes: int) -> GpuCard | None:
-    """Return the card that a slice without its card's name, as Kubernetes has it, is cut from.
+    """Return the card of a slice named without its card, as in Kubernetes.
 
     Slices of A100 80GB and H100 have the same names: the slower card is returned.
     """

@@ -1,9 +1,9 @@
-"""Memory of a card that computes: of a learner's rank, and of a generator's engine.
+"""Memory of a learner's rank and of a generator's engine on a card.
 
-Each term is what one kind of tensor takes at the moment when most is held: at the end of a forward
-pass with the gradients of earlier micro-batches there. Activations are counted tensor by tensor as
-autograd keeps them in a decoder layer of transformers;
-`tests/actors/learner/test_memory_estimates.py` compares the sums with what torch allocates.
+Each term is the memory of one kind of tensor at the peak: at the end of a forward pass, with the
+gradients of earlier micro-batches. Activations are counted tensor by tensor, as autograd keeps them
+in a decoder layer of transformers; `tests/actors/learner/test_memory_estimates.py` compares the
+sums with what torch allocates.
 
 Letters: D hidden size, A width of the query heads, K width of the key heads, I width of the MLP,
 V vocabulary, c bytes of the compute dtype.
@@ -20,33 +20,34 @@ GIB = 1 << 30
 _MIB = 1 << 20
 LOGITS_BYTES = {True: GIB, False: 256 * _MIB}
 """Float32 logits that the learner holds at once: on a GPU, and on a CPU. On a GPU the gradient of
-the output layer is added up once for each chunk of logits, so few chunks are better."""
+the output layer is accumulated once per chunk of logits, so fewer chunks are better."""
 _LOGITS_COPIES = 3
-"""Tensors of that size: logits, log-softmax, and one more on the way to an entropy or gradient. In
-float32 on a CPU two: the third stood for the weight's gradient, which is added in place there."""
+"""Tensors of that size: logits, log-softmax, and a temporary one for an entropy or gradient. In
+float32 on a CPU there are two: the third is for the weight's gradient, which is added in place
+there."""
 _ADAMW_BYTES = 8
 """Two moments in float32."""
 _MUON_BYTES = 4
 _MASTER_BYTES = 4
 _INPUTS_ON_CARD = 2
 _PREFILL_TOKENS = 4096
-"""Of one pass of the transformers engine."""
+"""Tokens of one prefill pass of the transformers engine."""
 _PREFIX_CACHE_BYTES = GIB
 _CONTEXT_BYTES = GIB
 """CUDA's context, cuBLAS's workspaces and loaded kernels of a process."""
 _NCCL_BYTES = GIB // 2
 _UNUSABLE = 0.04
-"""Share of a card that the allocator's fragments take."""
+"""Share of a card lost to the allocator's fragmentation."""
 _GRAPHS_BYTES = GIB
 VLLM_SHARE = 0.92
-"""Share of a card of its own that vLLM takes."""
+"""vLLM's share of a card that it does not share."""
 TRANSFER_BYTES = 2 * 64 * _MIB
-"""Two buckets of weights on their way."""
+"""Two buckets of weights in transfer."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """What one kind of tensor takes of a card."""
+    """The memory of one kind of tensor on a card."""
 
     name: str
     num_bytes: int
@@ -56,7 +57,7 @@ class Term:
 
 @dataclass(frozen=True)
 class LearnerLoad:
-    """What decides about the memory of one rank of a learner."""
+    """Inputs of the memory estimate of a learner's rank."""
 
     shape: ModelShape
     microbatch_tokens: int
@@ -88,7 +89,7 @@ class LearnerLoad:
 
     @property
     def trained(self) -> int:
-        """Weights of the policy that are trained."""
+        """Number of trained weights of the policy."""
         return self.lora_weights or self.shape.weights
 
     @property
@@ -109,9 +110,9 @@ def learner_load(
     frozen: Iterable[ModelShape] = (),
     adapter: int | None = None,
 ) -> LearnerLoad:
-    """Return what a job's configuration asks of one rank of its learner.
+    """Return the load of one rank of a job's learner, from its configuration.
 
-    `adapter` are the weights of its adapter, if they were counted.
+    `adapter` is the number of its adapter's weights, if they were counted.
     """
     learner, lora = job.learner, job.lora
     dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
@@ -140,9 +141,9 @@ def learner_load(
 
 
 def image_tokens(job: JobConfig, num_tokens: int) -> int:
-    """Return how many of a pass's tokens are images at most: all those of first prompts.
+    """Return the most image tokens of a pass: all image tokens of first prompts.
 
-    A prompt that responses share is there once in each row.
+    A prompt shared by responses is in each row once.
     """
     rollout, learner = job.rollout, job.learner
     prompt, response = rollout.max_prompt_tokens, rollout.response_limit
@@ -154,7 +155,7 @@ def image_tokens(job: JobConfig, num_tokens: int) -> int:
 
 
 def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
-    """Return the weights of a job's adapter; 0 without one."""
+    """Return the number of weights of a job's adapter; 0 without one."""
     lora = job.lora
     if not lora.rank:
         return 0
@@ -170,13 +171,13 @@ def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
 
 
 STORED = ("weights", "optimiser states", "critic and other policies", "reference and teachers")
-"""Terms of a learner that stay from step to step."""
+"""Terms of a learner that persist between steps."""
 PASSING = ("activations", "images", "logits")
-"""Terms of a learner that are those of a pass."""
+"""Terms of a learner during a pass."""
 
 
 def learner_terms(load: LearnerLoad) -> list[Term]:
-    """Return what a rank of the learner takes of its card, in bytes."""
+    """Return the memory of a learner's rank on its card, in bytes."""
     terms = [
         *_stored(load),
         Term("activations", _activations(load), _less_activations(load)),
@@ -186,12 +187,12 @@ def learner_terms(load: LearnerLoad) -> list[Term]:
     if load.is_sharded:
         gathered = load.shape.root_weights + 2 * load.shape.layer_weights
         num_bytes = gathered * load.compute_bytes
-        if not load.lora_weights:  # and their gradients, before they are divided
+        if not load.lora_weights:  # and their gradients, before they are sharded
             largest = max(load.shape.root_weights, load.shape.layer_weights)
             num_bytes += largest * _MASTER_BYTES
         terms.append(Term("gathered weights", num_bytes, "take a smaller model"))
     elif load.compute_bytes == 2 and not load.lora_weights:
-        # Layers keep them for the backward pass; of those computed again, one at a time.
+        # Layers keep them for the backward pass; recomputed layers one at a time.
         layer = load.shape.layer_weights
         cast = load.shape.root_weights + layer if load.checkpointing else load.shape.weights
         num_bytes = cast * load.compute_bytes
@@ -203,12 +204,12 @@ def learner_terms(load: LearnerLoad) -> list[Term]:
 
 
 def _stored(load: LearnerLoad) -> list[Term]:
-    """Return what stays from step to step, and the gradients."""
+    """Return the terms that persist between steps, and the gradients."""
     shape, share = load.shape, 0 if load.offload else 1
     others = sum(model.weights for model in load.updated)
     updated = load.trained + others
     state = _state_bytes(load)
-    # What is not trained is kept in the dtype that it computes in.
+    # Frozen weights are stored in the compute dtype.
     own = shape.weights * (load.compute_bytes if load.lora_weights else _MASTER_BYTES)
     own += load.lora_weights * _MASTER_BYTES
 
@@ -249,10 +250,10 @@ def _state_bytes(load: LearnerLoad) -> int:
 
 
 def host_terms(load: LearnerLoad) -> list[Term]:
-    """Return what a rank of the learner takes of its machine's memory beside its own process.
+    """Return a learner rank's use of host memory besides its own process.
 
-    A checkpoint is written from a copy of all that is trained; of several ranks the first gathers
-    the weights from theirs.
+    A checkpoint is written from a copy of all trained tensors; with several ranks, the first
+    gathers all weights.
     """
     weights = _MASTER_BYTES * (load.trained + sum(model.weights for model in load.updated))
     copied = (weights + _state_bytes(load)) // load.shards
@@ -265,20 +266,20 @@ def host_terms(load: LearnerLoad) -> list[Term]:
 
 
 def _inputs(load: LearnerLoad) -> int:
-    """Return what the inputs of all layers take, for the tokens of a pass."""
+    """Return the bytes of all layers' inputs, for the tokens of a pass."""
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     return tokens * load.shape.layers * load.compute_bytes * load.shape.hidden
 
 
 def _head_gradient(load: LearnerLoad) -> int:
-    """Return what the embeddings' gradient of a pass takes, which names rows alone on a CPU."""
+    """Return the bytes of the embeddings' gradient in a pass; on a CPU it has only read rows."""
     if _adds_gradients_in_place(load) or load.lora_weights or load.is_sharded:
         return 0
     return load.shape.embedding_weights * _MASTER_BYTES
 
 
 def _adds_gradients_in_place(load: LearnerLoad) -> bool:
-    """Return whether a pass adds to the gradients that are there: in float32 on a CPU."""
+    """Return whether passes add to existing gradients: in float32 on a CPU."""
     return not load.on_gpu and load.compute_bytes == _MASTER_BYTES
 
 
@@ -295,19 +296,19 @@ def _less_activations(load: LearnerLoad) -> str:
 
 
 def _activations(load: LearnerLoad) -> int:
-    """Return what autograd keeps of a micro-batch's forward pass."""
+    """Return the bytes that autograd keeps of a micro-batch's forward pass."""
     shape = load.shape
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     layer = layer_bytes_per_token(load)
     stream = load.compute_bytes * shape.hidden
     held = shape.layers * (stream if load.checkpointing else layer)
-    if load.offload_activations:  # of the layer that computes, and of the one that is copied
+    if load.offload_activations:  # the computing layer, and the one being copied
         held = min(held, _INPUTS_ON_CARD * stream)
     final = 3 * 4 * shape.hidden
     rows = load.microbatch_tokens // max(1, load.row_tokens)
     mask = rows * load.row_tokens**2 * (1 + load.compute_bytes) if load.dense_mask else 0
     again = 0
-    if load.checkpointing:  # a layer is computed again when the logits are gone
+    if load.checkpointing:  # a layer is recomputed after the logits are freed
         again = max(0, tokens * layer - _logits(load) - _head_gradient(load))
     return tokens * (held + final) + mask + again
 
@@ -317,7 +318,8 @@ def layer_bytes_per_token(load: LearnerLoad) -> int:
     shape, c = load.shape, load.compute_bytes
     width, narrow = shape.attention_width, shape.kv_width
     trains_norms = not load.lora_weights
-    # Two norms read the stream in float32; their weights' gradients need what was normed, too.
+    # Two norms read the residual stream in float32; their weights' gradients also need the
+    # normalised values.
     if c == 4:
         stream, normed_head = (24 if trains_norms else 16), (8 if trains_norms else 4)
     else:
@@ -336,7 +338,7 @@ def layer_bytes_per_token(load: LearnerLoad) -> int:
 
 
 def _images(load: LearnerLoad) -> int:
-    """Return what autograd keeps of the vision tower, which reads all images of a micro-batch."""
+    """Return the bytes that autograd keeps of the vision tower for a micro-batch's images."""
     vision, c = load.shape.vision, load.compute_bytes
     if vision is None:
         return 0
@@ -346,20 +348,20 @@ def _images(load: LearnerLoad) -> int:
     pixels = vision.pixels * (4 if c == 4 else 4 + c)
     merger = (_norm_bytes(vision, c) + 2 * c) * vision.hidden + c * vision.outputs // vision.merge
     again = 0
-    if load.checkpointing:  # its layers are computed again when those of the decoder are gone
+    if load.checkpointing:  # its layers are recomputed after those of the decoder
         again = max(0, patches * layer - _activations(load) - _logits(load))
     return patches * (held + pixels + merger) + again
 
 
 def _norm_bytes(vision: VisionShape, c: int) -> int:
-    """Return bytes of each number that a norm of the tower reads: RMSNorm computes in float32."""
+    """Return the bytes per number read by a norm of the tower; RMSNorm uses float32."""
     if vision.gated:
         return 12 if c == 4 else 8
     return 2 * c
 
 
 def _vision_layer_bytes(vision: VisionShape, c: int) -> int:
-    """Return the bytes that autograd keeps of a layer of the tower, for one patch."""
+    """Return the bytes that autograd keeps of a tower's layer, for one patch."""
     norms = 2 * _norm_bytes(vision, c) * vision.hidden
     attention = 7 * c * vision.hidden
     mlp = (4 if vision.gated else 3) * c * vision.intermediate
@@ -367,7 +369,7 @@ def _vision_layer_bytes(vision: VisionShape, c: int) -> int:
 
 
 def _logits(load: LearnerLoad) -> int:
-    """Return what the output layer takes; its logits are computed in chunks."""
+    """Return the bytes of the output layer's computation; logits are computed in chunks."""
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     whole = 4 * load.shape.vocab * tokens
     held = min(whole, LOGITS_BYTES[load.on_gpu])
@@ -379,7 +381,7 @@ def _logits(load: LearnerLoad) -> int:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What decides about the memory of one card of a generator."""
+    """Inputs of the memory estimate of a generator's card."""
 
     shape: ModelShape
     is_vllm: bool
@@ -409,7 +411,7 @@ class EngineLoad:
 
 
 def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
-    """Return what an engine takes of a card of so much memory, the KV cache last."""
+    """Return the memory of an engine on a card of this size, the KV cache last."""
     shape = load.shape
     weights = int((shape.weights + load.other_weights) * load.weight_bytes) // load.cards
     quantise = "raise generator.tensor_parallel and generator.slots"
@@ -437,22 +439,22 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
     cache = load.kv_cache_bytes or min(
         left, load.token_bytes * load.max_context * load.max_requests
     )
-    needed = max(cache, load.token_bytes * load.max_context)  # one request of the longest
+    needed = max(cache, load.token_bytes * load.max_context)  # one request of maximum length
     return [*terms, Term("KV cache", needed, "lower generator.max_context, or rollout's lengths")]
 
 
 def _widest_vision(vision: VisionShape | None) -> int:
-    """Return the numbers that a tower holds at once for a token of images, and what comes of it."""
+    """Return the numbers held at once by a tower per image token, and its output."""
     if vision is None:
         return 0
     return vision.merge * (2 * vision.hidden + 3 * vision.intermediate) + vision.outputs
 
 
 def usable_bytes(memory_bytes: int, share: float | None = None) -> int:
-    """Return what of a card's memory an actor can have, by default all but fragments."""
+    """Return the memory of a card that an actor can use, by default all but fragmentation."""
     return int(memory_bytes * (1 - _UNUSABLE if share is None else share))
 
 
 def stored_bytes(terms: Iterable[Term]) -> int:
-    """Return what of a learner's terms stays on its card between two steps."""
+    """Return the bytes of a learner's terms on its card between two steps."""
     return sum(term.num_bytes for term in terms if term.name in STORED)

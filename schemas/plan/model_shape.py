@@ -1,8 +1,8 @@
 """The shape of a model, from its config.json and the headers of its weights. No torch.
 
-Numbers of weights follow from the shape; where the weights are there, their safetensors headers say
-them exactly. A model that is not here, neither as a folder nor in the cache of the hub, is looked
-up by its name among published ones.
+Numbers of weights are computed from the shape, or read exactly from safetensors headers if the
+weights are present. A model that is neither a folder nor in the hub's cache is looked up by name
+among published models.
 """
 
 import json
@@ -25,14 +25,14 @@ _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
 _EXPERTS = re.compile(r"\.experts\.")
 _ORIGINAL = "original_max_position_embeddings"
 _SCALED_BY_FACTOR = ("yarn", "linear")
-"""Kinds of rotary positions that may reach further than `max_position_embeddings`."""
+"""Kinds of scaled rotary positions that may exceed `max_position_embeddings`."""
 _MOVING = ("dynamic", "longrope", "su")
-"""Kinds that change beyond a length, and then for all sequences that are computed together."""
+"""Kinds whose positions change beyond a length, and then for all sequences of a batch."""
 
 
 @dataclass(frozen=True)
 class VisionShape:
-    """What of the tower that reads images decides about memory."""
+    """The properties of a vision tower that determine memory."""
 
     hidden: int
     layers: int
@@ -48,12 +48,12 @@ class VisionShape:
 
     @property
     def merged(self) -> int:
-        """Width of what becomes a token."""
+        """Width of the input of an image token."""
         return self.merge * self.hidden
 
     @property
     def weights(self) -> int:
-        """About how many weights the tower has, with what leads into the decoder."""
+        """Approximate number of the tower's weights, including the projection to the decoder."""
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         layers = self.layers * (4 * self.hidden**2 + mlp)
         return layers + self.pixels * self.hidden + self.merged * (self.merged + self.outputs)
@@ -61,7 +61,7 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a decoder decides about memory and time."""
+    """The properties of a decoder that determine memory and time."""
 
     kind: str
     """`model_type`."""
@@ -99,22 +99,22 @@ class ModelShape:
 
     @property
     def embedding_weights(self) -> int:
-        """Weights of the embedding; the output layer has as many."""
+        """Number of weights of the embedding, and of the output layer."""
         return self.vocab * self.hidden
 
     @property
     def root_weights(self) -> int:
-        """Weights outside of the layers, images aside."""
+        """Number of weights outside of the layers, without the vision tower."""
         return self.embedding_weights * (1 if self.tied else 2) + self.hidden
 
     @property
     def weights(self) -> int:
-        """All weights."""
+        """Number of all weights."""
         return self.layers * self.layer_weights + self.root_weights + self.vision_weights
 
     @property
     def active_weights(self) -> int:
-        """Weights of the products that compute a token, output layer included."""
+        """Number of weights used for one token, including the output layer."""
         return self.layers * self.active_layer_weights + self.embedding_weights
 
     @property
@@ -128,7 +128,7 @@ class ModelShape:
         return self.kv_heads * self.head_size
 
     def linear_shapes(self) -> list[tuple[str, int, int]]:
-        """Return name, inputs and outputs of a layer's linear layers, those of experts aside."""
+        """Return name, inputs and outputs of a layer's linear layers, without experts."""
         hidden, wide, narrow = self.hidden, self.attention_width, self.kv_width
         attention = [
             ("q_proj", hidden, wide),
@@ -143,7 +143,7 @@ class ModelShape:
 
 
 def unknown_shape(weights: int) -> ModelShape:
-    """Return a shape of which only the number of weights is known."""
+    """Return a shape with a known number of weights only."""
     return ModelShape(
         kind="?",
         hidden=0,
@@ -163,7 +163,7 @@ def unknown_shape(weights: int) -> ModelShape:
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that a config.json describes.
 
-    Raises ModelError for one without the numbers of a decoder.
+    Raises ModelError if it lacks the dimensions of a decoder.
     """
     inner = config.get("text_config")
     text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
@@ -230,8 +230,8 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
 
 
 def _tower(vision: Mapping[str, Any], kind: str, outputs: int) -> VisionShape:
-    """Return the tower of a vision_config in a config of a kind, about so if that is unknown."""
-    # Of Qwen2-VL, hidden_size is the width of the decoder.
+    """Return the tower of a vision_config, approximate for an unknown kind."""
+    # In Qwen2-VL, hidden_size is the width of the decoder.
     hidden = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
     width = int(vision.get("intermediate_size") or vision.get("mlp_ratio", 4) * hidden)
     patch = int(vision.get("patch_size") or 14)
@@ -248,9 +248,9 @@ def _tower(vision: Mapping[str, Any], kind: str, outputs: int) -> VisionShape:
 
 
 def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:
-    """Return the shape with the numbers of weights of a folder's safetensors files, if it has some.
+    """Return the shape with the number of weights in a folder's safetensors files, if any.
 
-    An adapter's folder, and files that cannot be read, leave it as it is.
+    It is unchanged for an adapter's folder and for unreadable files.
     """
     counted = dict.fromkeys(("layers", "experts", "vision", "root"), 0)
     for file in sorted(folder.glob("model*.safetensors")):
@@ -275,7 +275,7 @@ def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:
 
 
 def _header(file: Path) -> dict[str, Any] | None:
-    """Return a safetensors file's header; None for a file that has none."""
+    """Return a safetensors file's header; None if it has none."""
     try:
         if not file.is_file():
             return None
@@ -292,10 +292,9 @@ def _header(file: Path) -> dict[str, Any] | None:
 
 
 def find_shape(path: str) -> ModelShape | None:
-    """Return the shape of a model: of its folder, of the hub's cache, or of a published name.
+    """Return a model's shape from its folder, the hub's cache, or its published name.
 
-    None for one that is not known here. Raises ModelError for a config.json that describes no
-    decoder.
+    None for an unknown model. Raises ModelError for a config.json that describes no decoder.
     """
     match = _find_config(path)
     if match is not None:
@@ -309,7 +308,7 @@ def find_shape(path: str) -> ModelShape | None:
 
 
 def find_max_positions(path: str) -> int:
-    """Return the longest sequence of a model whose config.json is here; 0: it is not known."""
+    """Return the longest sequence of a model with a local config.json; 0: unknown."""
     match = _find_config(path)
     if match is None:
         base = _base_of(path)
@@ -318,11 +317,11 @@ def find_max_positions(path: str) -> int:
 
 
 def count_positions(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence that a model has positions for; 0: its configuration says none.
+    """Return a model's longest sequence by its positions; 0: not in its configuration.
 
-    Rotary positions that the configuration scales reach as far as their factor says. Those that
-    change beyond a length reach that far: a longer sequence would change those computed beside it,
-    and its own earlier tokens.
+    Scaled rotary positions are multiplied by their factor. Positions that change beyond a length
+    end there: a longer sequence would change other sequences of the batch, and its own earlier
+    tokens.
     """
     inner = config.get("text_config")
     text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
@@ -335,7 +334,7 @@ def count_positions(config: Mapping[str, Any]) -> int:
 
 
 def _rotary_kinds(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield how rotary positions are scaled: once, or for each kind of layer."""
+    """Yield the scaling of rotary positions: once, or for each kind of layer."""
     scaling = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(scaling, Mapping):
         return
@@ -357,7 +356,7 @@ def _unmoved_positions(kind: Mapping[str, Any], text: Mapping[str, Any], longest
 
 
 def _scaled(kind: Mapping[str, Any], longest: int) -> int:
-    """Return how far scaled positions reach; 0: these are not, or `longest` says it already."""
+    """Return the length of scaled positions; 0: not scaled, or included in `longest`."""
     if _type(kind) not in _SCALED_BY_FACTOR:
         return 0
     factor = kind.get("factor")
@@ -368,7 +367,7 @@ def _scaled(kind: Mapping[str, Any], longest: int) -> int:
 
 
 def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> None:
-    """Raise ModelError for sequences that a model has no positions for; 0 of them: not known."""
+    """Raise ModelError for sequences longer than a model's positions; 0: unknown."""
     if 0 < max_positions < max_tokens:
         raise ModelError(
             f"sequences of up to {max_tokens} tokens are asked for, model {path} has positions "
@@ -380,7 +379,7 @@ def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> Non
 
 
 def _find_config(path: str) -> tuple[dict[str, Any], Path] | None:
-    """Return a model's config.json and the folder that holds it; None if it is not here."""
+    """Return a model's config.json and its folder; None if it is not present."""
     for place in (_folder_of(path), *_cached(path)):
         config = _read(place / _CONFIG)
         if config is not None:
@@ -389,7 +388,7 @@ def _find_config(path: str) -> tuple[dict[str, Any], Path] | None:
 
 
 def _base_of(path: str) -> str | None:
-    """Return the model that an adapter's folder names as its base."""
+    """Return the base model named in an adapter's folder."""
     settings = _read(_folder_of(path) / "adapter_config.json")
     base = None if settings is None else settings.get("base_model_name_or_path")
     return base if isinstance(base, str) else None
@@ -402,7 +401,7 @@ def _folder_of(path: str) -> Path:
 def _home(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # of a user who does not exist
+    except RuntimeError:  # the user does not exist
         return Path(path)
 
 
@@ -417,7 +416,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _cached(path: str) -> list[Path]:
-    """Return where the hub's client keeps a model, newest first."""
+    """Return the folders of a model in the hub's cache, newest first."""
     if path.count("/") > 1 or path.startswith(("/", ".", "~")):
         return []
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
@@ -428,7 +427,7 @@ def _cached(path: str) -> list[Path]:
 
 
 def _published(kind: str, tied: bool, vocab: int, sizes: str, head_size: int = 0) -> dict[str, Any]:
-    """Return a config of width, layers, heads, key-value heads and MLP width."""
+    """Return a config with width, layers, heads, key-value heads and MLP width."""
     hidden, layers, heads, kv_heads, width = map(int, sizes.split())
     return {
         "model_type": kind,
@@ -468,4 +467,4 @@ _PUBLISHED = {
     "llama-3.1-8b": _published("llama", False, 128256, "4096 32 32 8 14336", 128),
     "llama-3.1-70b": _published("llama", False, 128256, "8192 80 64 8 28672", 128),
 }
-"""Configurations of published models, by the name at the hub without `-instruct`."""
+"""Configurations of published models, by hub name without `-instruct`."""

@@ -1,8 +1,8 @@
-"""Will a job fit on GPUs, and how long does a step take? Settings are chosen by the same estimate.
+"""Estimates whether a job fits on GPUs, and the time of a step; also used to choose settings.
 
-Memory of each card is the sum of `memory.py`. Times follow from the data sheet of the card and from
-efficiencies, measured where a report of `make test-gpu` is given and assumed otherwise. Episodes
-count at their longest, so times are upper bounds for a run whose episodes end earlier.
+Memory of each card is the sum of `memory.py`. Times are computed from the card's data sheet and
+from efficiencies, measured if a report of `make test-gpu` is given and assumed otherwise. Episodes
+count with their maximum length, so times are upper bounds for shorter episodes.
 """
 
 import json
@@ -45,7 +45,7 @@ from .settings import (
 
 @dataclass(frozen=True)
 class ActorMemory:
-    """What one card of an actor holds."""
+    """The memory of one card of an actor."""
 
     actor: str
     cards: int
@@ -58,17 +58,17 @@ class ActorMemory:
 
     @property
     def num_bytes(self) -> int:
-        """All terms."""
+        """Sum of all terms."""
         return sum(term.num_bytes for term in self.terms)
 
     @property
     def fits(self) -> bool:
-        """Whether the card holds them."""
+        """Whether it fits on the card."""
         return self.num_bytes <= self.usable_bytes
 
     @property
     def largest(self) -> Term:
-        """The term that takes most, of those that a key shrinks."""
+        """The largest term that a key can reduce."""
         return max((term for term in self.terms if term.remedy), key=lambda term: term.num_bytes)
 
 
@@ -79,7 +79,7 @@ def estimate_memory(
     learner: LearnerSettings,
     engine: EngineSettings,
 ) -> list[ActorMemory]:
-    """Return what the cards of each kind of actor hold."""
+    """Return the memory of the cards of each kind of actor."""
     load = find_learner_load(job, models, learner)
     terms, on_host = learner_terms(load), tuple(host_terms(load))
     usable = usable_bytes(card.memory_bytes)
@@ -95,9 +95,9 @@ def estimate_memory(
 def refuse_too_large(
     actors: Iterable[ActorMemory], learner: LearnerSettings, card: GpuCard
 ) -> None:
-    """Raise PlacementError for what a card cannot hold.
+    """Raise PlacementError for an actor that does not fit on its card.
 
-    The error names figures, the largest term and the keys that shrink it.
+    The error has the figures, the largest term and the keys that reduce it.
     """
     for actor in actors:
         if actor.fits:
@@ -149,7 +149,7 @@ def _gib(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """What of a card's data sheet is reached."""
+    """The reached shares of a card's data sheet values."""
 
     learner_of_peak: float = 0.4
     """Operations of the learner over those of the data sheet (MFU)."""
@@ -162,16 +162,16 @@ class Efficiencies:
 
 
 _OBJECT_BYTES_PER_S = 0.4e9
-"""Weights through NATS or files, all steps of their way together."""
+"""Rate of weights through NATS or files, all steps together."""
 _LINK_SHARE = 0.5
 _PCIE_BYTES_PER_S = 2.5e10
-"""Between a card and pinned memory."""
+"""Rate between a card and pinned memory."""
 DECODE_OVERHEAD_S = {True: 0.5e-3, False: 12e-3}
-"""Of one decoding step besides its reads: with CUDA graphs, and without."""
+"""Time of a decoding step besides its reads: with CUDA graphs, and without."""
 
 
 def read_efficiencies(path: str | Path) -> Efficiencies:
-    """Return what a report of `make test-gpu` measured.
+    """Return the efficiencies measured in a report of `make test-gpu`.
 
     The report is a JSON object with `efficiencies`, an object with some of `learner_of_peak`,
     `decode_of_bandwidth` and `weights_bytes_per_s`. Raises ConfigError for another file.
@@ -222,7 +222,7 @@ def estimate_times(
     engine: EngineSettings,
     reached: Efficiencies,
 ) -> StepTimes:
-    """Return the times of a step whose episodes are as long as they may get."""
+    """Return the times of a step with episodes of maximum length."""
     generation = _generation_s(job, models.policy, cards.card, engine, reached)
     training = _training_s(job, models, cards.card, learner, reached)
     weights = _weights_s(job, models.policy, cards, reached)
@@ -277,7 +277,7 @@ def _training_s(
     in_half = resolve_dtype(job.learner.dtype, on_gpu=True) == "bfloat16"
     rate = card.bfloat16_flops if in_half else card.tf32_flops
     computing = flops / (rate * reached.learner_of_peak)
-    if learner.offload_activations:  # to the machine's memory and back, each time
+    if learner.offload_activations:  # to host memory and back, each time
         width = models.policy.hidden * (2 if in_half else 4)
         copied = 2 * models.policy.layers * width * job.learner.ppo_epochs
         computing += copied / _PCIE_BYTES_PER_S
@@ -307,7 +307,7 @@ def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Effic
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job takes on some cards."""
+    """The estimate for a job on some cards."""
 
     cards: CardSet
     models: JobModels
@@ -325,7 +325,7 @@ class Plan:
     is_vllm: bool = False
 
     def to_map(self) -> dict[str, Any]:
-        """Return all figures, as JSON can write them."""
+        """Return all figures as JSON values."""
         return {
             "gpus": str(self.cards),
             "shares_card": self.shares_card,
@@ -357,7 +357,7 @@ class Plan:
         }
 
     def lines(self) -> list[str]:
-        """Return the same for people."""
+        """Return the figures as text lines."""
         shape = self.models.policy
         lines = [f"{self.cards}, a model of {shape.weights / 1e9:.2f} B weights"]
         for actor in self.actors:
@@ -389,7 +389,7 @@ class Plan:
         return lines
 
     def _settings(self) -> list[str]:
-        """Return the keys that the job runs with, as they would be set."""
+        """Return the keys and values with which the job runs."""
         learner, engine = self.learner, self.engine
         settings = [
             f"learner.microbatch_tokens={learner.microbatch_tokens}",
@@ -424,7 +424,7 @@ def _actor_map(actor: ActorMemory) -> dict[str, Any]:
 def make_plan(
     job: JobConfig, models: JobModels, cards: CardSet, reached: Efficiencies | None = None
 ) -> Plan:
-    """Return what a job takes on some cards, and why it cannot run there, if it cannot."""
+    """Return the estimate for a job on some cards, and why it cannot run there, if so."""
     reached = reached or Efficiencies()
     shared, card = shares_card(job, cards.num), cards.card
     learner = choose_learner_settings(job, models, card, shared=shared)
@@ -462,19 +462,19 @@ def make_plan(
 
 
 def shares_card(job: JobConfig, num_cards: int) -> bool:
-    """Return whether learner and generator of a job are on one card, of so many."""
+    """Return whether learner and generator of a job share a card, given the number of cards."""
     return job.may_colocate and (job.placement == "colocated" or num_cards == 1)
 
 
 def needed_cards(job: JobConfig, num_cards: int) -> int:
-    """Return the cards of a job's learner and generators, of so many."""
+    """Return the number of cards for a job's learner and generators, given those available."""
     if shares_card(job, num_cards):
         return 1
     return job.learner.slots + job.generator.count * job.generator_slots
 
 
 def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
-    """Raise PlacementError for actors that need more cards than there are: none is shared."""
+    """Raise PlacementError for actors that need more cards than available, without sharing."""
     needed = needed_cards(job, cards.num)
     if needed <= cards.num:
         return
@@ -491,10 +491,10 @@ def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
 
 
 def plan_for_pool(job: JobConfig, gpus: Iterable[tuple[str, int]]) -> Plan | None:
-    """Return the plan of a job on the first kind of a pool's GPUs that holds it, else on the first.
+    """Return a job's plan on the first of a pool's kinds of GPUs that fits, else on the first.
 
-    `gpus` are model and memory of each GPU. How many there are does not count. None for GPUs or
-    models that are not known here.
+    `gpus` are model and memory of each GPU; their number is ignored. None for unknown GPUs or
+    models.
     """
     there = list(gpus)
     kinds = dict.fromkeys(there)

@@ -1,6 +1,6 @@
-"""Settings that a job does not set: how learner and engine compute on a card, alone or together.
+"""Automatic settings: how learner and engine compute on a card, alone or together.
 
-The plan and the actors choose them by the same code, from the estimates of `memory.py`.
+The plan and the actors use the same code to choose them, from the estimates of `memory.py`.
 """
 
 from collections.abc import Iterable
@@ -15,26 +15,27 @@ from . import memory, model_shape
 from .cards import GpuCard
 
 _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
-"""Tokens that are tried for a forward and backward pass, the most first."""
+"""Token counts to try for a forward and backward pass, largest first."""
 _WITHOUT_CHECKPOINTING = 8192
-"""Fewer tokens a pass are slower than computing activations again."""
+"""With fewer tokens a pass, recomputing activations is faster."""
 _CHOSEN_SHARE = 0.9
-"""Of what a card can hold, for settings that are chosen: estimates err."""
+"""Share of a card's usable memory for chosen settings, as estimates are inexact."""
 _SHARED_PASSES = 0.25
-"""Of a card that learner and engine share, for activations and logits."""
+"""Share of a card, shared by learner and engine, for activations and logits."""
 _LARGE_CARD = 70 * memory.GIB
 _LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
 _LARGE_BATCHED, _SMALL_BATCHED = 16384, 8192
-"""Requests, and tokens of a pass, of an engine that is bound by neither memory nor the job: as vLLM
-has them by itself for throughput."""
+"""Requests, and tokens of a pass, of an engine limited by neither memory nor the job: vLLM's own
+defaults for throughput."""
 _CONTEXT_SHARE = 0.06
-"""Of a card that learner and engine share, for the CUDA contexts, libraries and graphs of both."""
+"""Share of a card, shared by learner and engine, for the CUDA contexts, libraries and graphs of
+both."""
 _UNKNOWN_PASSES = 0.25
-"""Of a card, for activations and logits of a model of which only the weights are known."""
+"""Share of a card for activations and logits of a model with only its number of weights known."""
 _LEAST_CACHE_SHARE = 0.1
-"""Of a card that learner and engine share, for keys and values."""
+"""Least share of a card, shared by learner and engine, for keys and values."""
 _MOST_SHARE = 0.9
-"""Of such a card, for the engine, however little the learner holds."""
+"""Largest share of such a card for the engine."""
 
 
 # -- the models of a job ---------------------------------------------------------------------------
@@ -56,9 +57,9 @@ class JobModels:
 
 
 def counted_models(job: JobConfig, *, weights: int, trained: int, critics: int = 0) -> JobModels:
-    """Return the models of a job of whose policy only the numbers of weights are known.
+    """Return a job's models if only the policy's numbers of weights are known.
 
-    `weights` are those of the policy with its adapter, of which `trained` are trained.
+    `weights` counts the policy with its adapter; `trained` of them are trained.
     """
     adapter = trained if trained < weights else 0
     policy = model_shape.unknown_shape(weights - adapter)
@@ -72,7 +73,7 @@ def counted_models(job: JobConfig, *, weights: int, trained: int, critics: int =
 
 
 def find_models(job: JobConfig) -> JobModels | None:
-    """Return the shapes of a job's models; None if one is not known here."""
+    """Return the shapes of a job's models; None if one is unknown."""
     algorithm = job.algorithm
     critic = [job.critic.path or job.model.path] if algorithm.advantage == "gae" else []
     has_reference = algorithm.kl_coef and (algorithm.reference.path or not job.lora.rank)
@@ -96,10 +97,11 @@ def _shapes(paths: Iterable[str]) -> tuple[model_shape.ModelShape, ...] | None:
 
 
 def refuse_long_contexts(job: JobConfig) -> None:
-    """Raise ModelError for sequences longer than a model of the job has positions for.
+    """Raise ModelError for sequences longer than the positions of a model of the job.
 
-    A model whose config.json is not here passes: its generator refuses them. Services of the Tinker
-    API have the lengths of each request, and conversations without validation those of their rows.
+    A model without a local config.json passes: its generator checks them. Services of the Tinker
+    API use the lengths of each request, and conversations without validation the lengths of their
+    rows.
     """
     if job.tinker.base or (job.sft.data and not job.validates):
         return
@@ -116,14 +118,14 @@ def refuse_long_contexts(job: JobConfig) -> None:
 
 
 class LearnerSettings(NamedTuple):
-    """What a learner computes with, as configured or chosen for a card."""
+    """A learner's settings, as configured or chosen for a card."""
 
     microbatch_tokens: int
     gradient_checkpointing: bool
     offload_activations: bool = False
 
     def __str__(self) -> str:
-        """Return it for people."""
+        """Format for people."""
         again = "with" if self.gradient_checkpointing else "without"
         offloaded = ", activations offloaded" if self.offload_activations else ""
         return f"{again} gradient checkpointing{offloaded}"
@@ -131,7 +133,7 @@ class LearnerSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine computes with, as configured or chosen for a card."""
+    """An engine's settings, as configured or chosen for a card."""
 
     max_requests: int
     batched_tokens: int
@@ -145,9 +147,9 @@ def choose_learner_settings(
 ) -> LearnerSettings:
     """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
 
-    As many tokens a pass as fit; activations are computed again only where few would, and leave
-    the card only where none would. If nothing fits, the settings that take least. On a card that
-    is `shared` with an engine activations and logits take a quarter at most.
+    A pass has as many tokens as fit; activations are recomputed only if few would fit otherwise,
+    and offloaded only if none would. If nothing fits, the settings with the least memory are
+    chosen. On a card `shared` with an engine, activations and logits take at most a quarter.
     """
     learner = job.learner
     configured = learner.microbatch_tokens
@@ -171,14 +173,14 @@ def choose_learner_settings(
 
 
 class _Way(NamedTuple):
-    """What is done with activations."""
+    """The handling of activations."""
 
     checkpointing: bool
     offloads: bool
 
 
 def _ways_of_activations(job: JobConfig) -> list[_Way]:
-    """Return what a job allows, the fastest first."""
+    """Return the ways that a job allows, fastest first."""
     recompute, offload = job.learner.gradient_checkpointing, job.learner.offload_activations
     return [
         way
@@ -194,7 +196,7 @@ def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list
 def find_learner_load(
     job: JobConfig, models: JobModels, settings: LearnerSettings
 ) -> memory.LearnerLoad:
-    """Return what decides the memory of a learner with these settings."""
+    """Return the memory load of a learner with these settings."""
     return memory.learner_load(
         job,
         models.policy,
@@ -210,25 +212,25 @@ def find_learner_load(
 def choose_engine_settings(
     job: JobConfig, models: JobModels, card: GpuCard, *, serves: bool = False
 ) -> EngineSettings:
-    """Return the settings of an engine on cards of this kind; keys that the user has set are taken.
+    """Return the settings of an engine on cards of this kind; keys set by the user are used.
 
-    As many requests at once as the KV cache holds at half of their length, and no more than the job
-    has episodes. `serves`: requests come from clients, however many they are.
+    As many concurrent requests as the KV cache holds at half of their length, but not more than the
+    job's episodes. `serves`: requests come from clients, in any number.
     """
     generator = job.generator
     is_vllm = generator.engine == "vllm"
     is_large = card.memory_bytes >= _LARGE_CARD and not card.name.startswith("A100")
     share = generator.memory_share or (memory.VLLM_SHARE if is_vllm else None)
     most = _LARGE_REQUESTS if is_large and is_vllm else _SMALL_REQUESTS
-    if not serves and not job.agent.runs_programs:  # a program may call several times at once
+    if not serves and not job.agent.runs_programs:  # a program may have concurrent calls
         most = min(most, job.episodes_at_once)
     batched = generator.max_batched_tokens or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
     if generator.max_requests is None:
         most = min(most, batched)  # each has a token of a pass
         load = find_engine_load(job, models, EngineSettings(most, batched, share))
         cache = memory.engine_terms(load, card.memory_bytes)[-1].num_bytes
-        # Episodes are on average half as long as they may get.
-        longest = load.token_bytes * load.max_context  # 0: the shape is not known
+        # Episodes have on average half of their maximum length.
+        longest = load.token_bytes * load.max_context  # 0: unknown shape
         requests = max(1, min(most, 2 * cache // longest)) if longest else most
     else:
         requests = generator.max_requests
@@ -240,7 +242,7 @@ def choose_engine_settings(
 def with_engine_settings(job: JobConfig, card: GpuCard, *, serves: bool = False) -> JobConfig:
     """Return a configuration with the keys that `choose_engine_settings` chooses for a card.
 
-    For a model that is not known, it stays as it is.
+    For an unknown model it is unchanged.
     """
     models = find_models(job)
     if models is None:
@@ -262,7 +264,7 @@ def _max_context(job: JobConfig) -> int:
 def find_engine_load(
     job: JobConfig, models: JobModels, settings: EngineSettings
 ) -> memory.EngineLoad:
-    """Return what decides the memory of an engine with these settings."""
+    """Return the memory load of an engine with these settings."""
     generator = job.generator
     num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
     quantised = "fp8" in (generator.quantization, models.policy.quantization)
@@ -287,7 +289,7 @@ def find_engine_load(
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What learner and engine of a job hold on a card that they share."""
+    """The memory of a job's learner and engine on a card that they share."""
 
     stored: int
     """What the learner holds from step to step: weights and optimiser."""
@@ -310,7 +312,7 @@ class GpuUse:
 def held_bytes(
     job: JobConfig, models: JobModels, card: GpuCard, learner: LearnerSettings
 ) -> HeldBytes:
-    """Return what learner and engine hold on a card."""
+    """Return the memory of learner and engine on a card."""
     terms = _terms(job, models, learner)
     step = sum(term.num_bytes for term in terms)
     if models.policy.is_unknown:
@@ -325,7 +327,7 @@ def held_bytes(
 
 
 def with_memory_share(job: JobConfig, share: float | None) -> JobConfig:
-    """Return a configuration whose generators take a share of their card."""
+    """Return a configuration with the generators' share of their card."""
     generator = job.generator.model_copy(update={"memory_share": share})
     return job.model_copy(update={"generator": generator})
 
@@ -333,10 +335,10 @@ def with_memory_share(job: JobConfig, share: float | None) -> JobConfig:
 def choose_gpu_use(job: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
     """Decide how learner and engine share a card of `card_bytes`.
 
-    They overlap where the engine fits, with a tenth of the memory for its cache, beside what the
-    learner holds in a step; else the engine sleeps while the learner trains, and takes what the
-    learner does not hold from step to step. The learner of an SFT job waits for no episodes, so
-    there they always overlap. Raises ConfigError where not even that fits.
+    They overlap if the engine, with a tenth of the memory for its cache, fits beside the learner's
+    memory in a step; else the engine sleeps while the learner trains, and uses the memory that the
+    learner does not hold between steps. The learner of an SFT job waits for no episodes, so they
+    always overlap. Raises ConfigError if not even that fits.
     """
     generator = job.generator
     usable = card_bytes * (1 - _CONTEXT_SHARE)

@@ -428,7 +428,7 @@ class MeteredEngine:
         self._engine = engine
         self._places = FairSlots(max_requests)
         self.weights = self._places.turns.weights
-        """Of users, relative to each other."""
+        """Weights of users, relative to each other."""
         self.tokens: dict[str, int] = {}
         """Computed tokens by user, prompts included."""
 

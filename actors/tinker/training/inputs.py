@@ -29,9 +29,9 @@ class DatumBatch:
     """The data of one call."""
 
     tokens: list[IntArray]
-    """Of each datum."""
+    """Tokens of each datum."""
     shapes: list[Shape]
-    """Of the targets of each datum."""
+    """Shapes of the targets of each datum."""
     count_P: IntArray
     """Targets of each position."""
     targets_E: IntArray

@@ -118,7 +118,7 @@ class LossPass:
         self.adapter = adapter
         """The adapter of the loss."""
         self.companies: list[Company] = []
-        """Of the computed micro-batches."""
+        """Companies of the computed micro-batches."""
         self._past = companies
         self._batch = batch
         self._loss = loss
