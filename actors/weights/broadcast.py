@@ -126,7 +126,7 @@ class BroadcastReceiver:
         ) from failure
 
     async def _place(self, manifest: Manifest) -> Round:
-        """Request a place until the learner has one: it may be away, or not at the version yet."""
+        """Request a place until the learner has one: it may be absent or not at the version."""
         deadline = self._broker.clock() + self._patience_s
         waits_for = "the learner"
         while self._broker.clock() < deadline:

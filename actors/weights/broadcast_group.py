@@ -543,7 +543,7 @@ class Member(Protocol):
         ...
 
     async def connect(self, address: str, port: int) -> None:
-        """Connect to the learner's TCPStore, before a place is requested: a member that cannot
+        """Connect to the learner's TCPStore before a place is requested: a member that cannot
         connect would delay the others of a group. Raises ProcessGroupFailed."""
         ...
 

@@ -137,7 +137,7 @@ def _apply_block(
 
 
 def _zstd() -> "Codec":
-    """Return Arrow's zstandard; the import takes a while, and clients do without it."""
+    """Return Arrow's zstandard, imported late: it is slow, and clients do not need it."""
     from pyarrow import Codec
 
     return Codec("zstd", compression_level=1)
@@ -194,7 +194,7 @@ class WeightHistory:
         """Held versions, newest first; the last is its anchor, which may be itself."""
 
     def keeps(self, tensors: Sequence[TensorEntry]) -> bool:
-        """Return whether versions of this layout are held: half of the bytes or more are 16-bit."""
+        """Return whether versions of this layout are held: at least half of the bytes 16-bit."""
         num_bytes = {2: 0, 4: 0}
         for entry in tensors:
             num_bytes[DTYPES[entry.dtype].itemsize] += entry.num_bytes

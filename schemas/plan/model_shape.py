@@ -348,7 +348,7 @@ def _type(kind: Mapping[str, Any]) -> Any:
 
 
 def _unmoved_positions(kind: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> int:
-    """Return up to where positions are not changed; dynamic ones change beyond the longest."""
+    """Return the length of unchanged positions; dynamic ones change beyond the longest."""
     if _type(kind) == "dynamic":
         return longest
     original = kind.get(_ORIGINAL) or text.get(_ORIGINAL)

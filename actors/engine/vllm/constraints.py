@@ -6,7 +6,7 @@ token that ends an answer. A logits processor gets the model's own logits and ea
 and both engines use the same grammar library.
 """
 
-# Not installed for development; typings/vllm has what is used of it.
+# Not installed for development; typings/vllm has the used parts.
 # pyright: reportMissingModuleSource=false
 
 from collections import OrderedDict

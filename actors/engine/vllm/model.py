@@ -9,7 +9,7 @@ This module imports vllm: `rollout/players.py` imports it only where it is neede
 0.32.
 """
 
-# Not installed for development; typings/vllm has what is used of it.
+# Not installed for development; typings/vllm has the used parts.
 # pyright: reportMissingModuleSource=false
 
 import asyncio
@@ -324,7 +324,7 @@ class VllmModel:
                 hint="see the log above; generator.engine=transformers runs more kinds of models",
             ) from error
         model = cls(llm, recorder)
-        await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
+        await model._call(llm.get_supported_tasks())  # cached: no request waits for it
         await model.ask_workers("end_with", os.getpid())
         await model.ask_workers("record_logprobs_before_filters")
         await model.ask_workers("clear_caches_at_wake")

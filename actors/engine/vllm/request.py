@@ -8,7 +8,7 @@ so that a group's image is sent once, and it never shares a prompt's cache betwe
 Shape letters: see `actors/policy/vision.py`.
 """
 
-# Not installed for development; typings/vllm has what is used of it.
+# Not installed for development; typings/vllm has the used parts.
 # pyright: reportMissingModuleSource=false
 
 import asyncio
@@ -68,7 +68,7 @@ class VllmRequest:
         self._starts.append((num_drawn, version))
 
     def next_version(self) -> int:
-        """Return the version that drew the next token to be streamed. It may be an old one: vLLM
+        """Return the version that drew the next streamed token. It may be an old one: vLLM
         holds tokens back until it has `stream_every`."""
         while len(self._starts) > 1 and self._starts[1][0] <= self._num_streamed:
             del self._starts[0]

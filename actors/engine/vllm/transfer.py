@@ -8,7 +8,7 @@ engines wait without a deadline for a dead trainer; so the groups are those of `
 half replaced; a failed round is finished and repeated.
 """
 
-# Not installed for development; typings/vllm has what is used of it.
+# Not installed for development; typings/vllm has the used parts.
 # pyright: reportMissingModuleSource=false
 
 import threading

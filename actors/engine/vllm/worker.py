@@ -9,7 +9,7 @@ also available. vLLM 0.32 records experts itself only with its newer model runne
 not the wrapped one; its capturing code is used here.
 """
 
-# Not installed for development; typings/vllm has what is used of it.
+# Not installed for development; typings/vllm has the used parts.
 # pyright: reportMissingModuleSource=false
 
 import os
