@@ -19,7 +19,7 @@ from ..gpus import unseen_gpu
 
 
 def first_device(num_gpus: int) -> torch.device:
-    """Return the device of a process with so many visible GPUs: the first, or the CPU."""
+    """Return the device of a process with `num_gpus` visible GPUs: the first, or the CPU."""
     return torch.device("cuda", 0) if num_gpus else torch.device("cpu")
 
 

@@ -212,7 +212,7 @@ def make_vision_model(
     head: int = _HEAD,
     seed: int = 0,
 ) -> "PreTrainedModel":
-    """Return a random model with heads of so many values; the same seed gives the same weights."""
+    """Return a random model with heads of size `head`; the same seed gives the same weights."""
     import torch
     from transformers import (
         Qwen2_5_VLConfig,

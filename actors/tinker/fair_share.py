@@ -60,7 +60,7 @@ class FairShare:
         return self._quantum * self.weights.get(user, 1.0) / largest
 
     def _skip_first(self, queue: "deque[str]") -> None:
-        """Move on from a user without work; one who returns queues behind all others."""
+        """Skip a user without work; a returning user queues behind all others."""
         user = queue.popleft()
         if queue is self._fresh and self._waiting:
             self._waiting.append(user)

@@ -260,7 +260,7 @@ class Worker:
     async def _finish(
         self, model: TrainedModel, operation: ModelOperation, result: OperationResult
     ) -> None:
-        """Store the result of an operation, then answer those who wait for it."""
+        """Store the result of an operation, then answer waiting requests."""
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
         async with self._changed:  # requests for the result are answered after this block

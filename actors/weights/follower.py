@@ -178,8 +178,7 @@ class WeightFollower:
             return True
 
     async def may_wake(self, version: int) -> None:
-        """Wait until sleeping engines may wake: `version` or a newer one is loaded, or they are
-        pinned."""
+        """Wait until sleeping engines may wake: at `version` or newer, or pinned."""
         await self._until(lambda: self.version >= version or self._pinned is not None)
 
     @asynccontextmanager

@@ -43,7 +43,7 @@ def pack_data(
     hidden_size: int,
     share_prompts: bool,
 ) -> list[MicroBatch]:
-    """Pack the tokens of data into micro-batches of at most so many columns, padding included.
+    """Pack the tokens of data into micro-batches of at most `microbatch_tokens`, padding included.
 
     `index_N` of a micro-batch has its positions among those of all data in order. A longer datum
     has a micro-batch of its own. With `share_prompts` a row contains a common prefix of its data
