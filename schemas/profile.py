@@ -449,7 +449,7 @@ def _child(parent: str, name: str) -> str:
     return hashlib.sha256(f"{parent}.{name}".encode()).hexdigest()[:16]
 
 
-# -- an actor's wall time by kind of work; cheap enough for every turn ----------------------------
+# -- an actor's wall time by kind of work; cheap enough for every turn -----------------------------
 
 
 class TimeUse:

@@ -46,7 +46,7 @@ T = TypeVar("T")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-# -- messages ----------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 class Observation(BaseModel):
@@ -99,7 +99,7 @@ class Access:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
 
-# -- errors -------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 class OpenEnvError(GameError):
