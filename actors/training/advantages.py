@@ -1,12 +1,12 @@
-"""Advantages: how rewards become a weight for each generated token.
+"""Advantages: compute a weight for each generated token from rewards.
 
-Every function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
-compute in float64 and return float32. A sequence is whatever is rewarded as one: an episode, or one
-of its turns (`batch.py`). A group whose rewards are all equal gets exactly 0. A group of one has no
-baseline: mean 0, std 1.
+Every function takes the whole batch, since groups and whitening need all of it. They compute in
+float64 and return float32. A sequence is the unit of rewards: an episode, or one of its turns
+(`batch.py`). A group whose rewards are all equal gets exactly 0. A group of one has no baseline:
+mean 0, std 1.
 
-Values of a critic: V_t is the value before token t is generated. Observation tokens are in none of
-the arrays, so the value after a turn's last token is that of the next turn's first.
+Values of a critic: V_t is the value before token t is generated. The arrays have no observation
+tokens, so the value after a turn's last token is the value before the next turn's first token.
 
 Shape letters: N generated tokens, S sequences, P places (tokens of a sequence, or its turns), K
 turns, C components of the reward.
@@ -26,7 +26,7 @@ from .sequences import by_sequence, choose, is_last_of_sequence, lengths_by_sequ
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of the advantage functions; each needs the first three, and those that it names."""
+    """Inputs of the advantage functions; the first three are always required."""
 
     rewards_S: Tensor
     """Outcome reward: the return of each episode."""
@@ -35,11 +35,14 @@ class AdvantageInputs:
     seq_N: Tensor
     """int64: the sequence of each generated token."""
     token_rewards_N: Tensor | None = None
-    """Reward on each token, a turn's on its last one; default: `rewards_S` on the last token."""
+    """Reward of each token, a turn's reward on its last token; default: `rewards_S` on the last
+    token."""
     turn_N: Tensor | None = None
-    """int64: the turn of each token within its sequence, from 0; needed by the two by turns."""
+    """int64: the turn of each token within its sequence, from 0; needed by grpo_per_turn and
+    gigpo."""
     state_N: Tensor | None = None
-    """int64: the observation that the token's turn answers, equal ids for equal ones; gigpo."""
+    """int64: the observation that the token's turn answers; equal observations have equal ids;
+    gigpo."""
     components_SC: Tensor | None = None
     """Rewards of each sequence by component; needed by gdpo."""
     baseline_S: Tensor | None = None
@@ -47,25 +50,26 @@ class AdvantageInputs:
     values_N: Tensor | None = None
     """The critic's value before each token; needed by gae."""
     lone_S: Tensor | None = None
-    """bool: sequences without another one of their task to compare with: they get 0."""
+    """bool: sequences without another sequence of their task to compare with; their advantage
+    is 0."""
     owner_S: Tensor | None = None
-    """int64: the episode of each sequence, where one may have several with equal `group_S`."""
+    """int64: the episode of each sequence, if an episode may have several with equal `group_S`."""
     calls: BatchCalls | None = None
-    """The calls of agents' episodes, in place of turns that follow each other."""
+    """The calls of agents' episodes, in place of consecutive turns."""
     kept_N: Tensor | None = None
-    """bool: tokens that are trained, default all; those over which a batch is whitened."""
+    """bool: trained tokens (default: all); a batch is whitened over these tokens."""
     gamma: float = 1.0
     """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
 
     @property
     def num_seqs(self) -> int:
-        """Number of sequences, those without generated tokens included."""
+        """Number of sequences, including sequences without generated tokens."""
         return len(self.rewards_S)
 
 
 # -- statistics of peers ---------------------------------------------------------------------------
-# Peers have the same key. Where elements belong to episodes, an episode counts once for each key,
-# however many of its elements have it: each of them weighs as one part of it.
+# Peers have the same key. If elements belong to episodes, an episode counts once for each key:
+# its elements with that key share its weight equally.
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,18 @@ class Peers:
     """Statistics of the peers of each element, broadcast back to the elements."""
 
     count: Tensor
-    """Elements with its key; episodes, where elements belong to some."""
+    """Number of elements with its key, or of episodes if elements belong to episodes."""
     mean: Tensor
     std: Tensor
     mine: Tensor
-    """The mean of its own episode; the element itself without episodes."""
+    """The mean of its own episode; without episodes, the element itself."""
 
 
 def peers_of(values: Tensor, key: Tensor, owner: Tensor | None = None) -> Peers:
-    """Compare each value with those of the same key; `owner` is the episode of each.
+    """Return statistics over the values with the same key; `owner` is the episode of each value.
 
-    Where all are equal the mean is that value itself, so that the deviation is exactly 0 and not
-    a rounding error that a division by a tiny std would blow up.
+    If all values are equal, the mean is that value itself: the deviation is exactly 0, not a
+    rounding error that a division by a tiny std would amplify.
     """
     num_keys = int(key.max()) + 1 if len(key) else 0
     zeros = values.new_zeros(num_keys)
@@ -131,7 +135,7 @@ class Values:
     values_N: Tensor
     """Value before each token."""
     after_S: Tensor | None = None
-    """Value at the end of each sequence whose game would have continued, 0 for others; None: 0 for
+    """Value at the end of each sequence whose game would have continued, else 0; None: 0 for
     all."""
 
 
@@ -140,9 +144,9 @@ class ValueTargets:
     """Inputs of a critic's updates in one step, over the whole batch."""
 
     values_N: Tensor
-    """Its values before the step."""
+    """The critic's values before the step."""
     returns_N: Tensor
-    """The returns that they are trained towards."""
+    """The returns that the critic is trained towards."""
     sample_N: Tensor
     """int64: the sample of each token (`batch.py`)."""
     kept_N: Tensor
@@ -159,8 +163,9 @@ def generalized_advantage(
 ) -> Tensor:
     """A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t: float64[N] (arXiv 1506.02438).
 
-    `gamma` and `lam` may be float64[N], those between each token and the next. Nothing follows the
-    last token of a sequence. `advantage + value` is the return that the critic is trained towards.
+    `gamma` and `lam` may be float64[N]: the factors between each token and the next. No value
+    follows the last token of a sequence. `advantage + value` is the return that the critic is
+    trained towards.
     """
     rewards_SP, place_N = by_sequence(rewards_N.double(), seq_N, num_seqs)
     values_SP, _ = by_sequence(values_N.double(), seq_N, num_seqs)
@@ -171,7 +176,7 @@ def generalized_advantage(
 
 
 def _laid_out(value: float | Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
-    """Return float64[S, P], or one number for all."""
+    """Lay the numbers out as float64[S, P]; a single number is returned as it is."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64, device=seq_N.device)
     return by_sequence(value.double(), seq_N, num_seqs)[0]
@@ -180,7 +185,7 @@ def _laid_out(value: float | Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
 def between_tokens(
     within: float, turns: float | None, seq_N: Tensor, turn_N: Tensor | None
 ) -> float | Tensor:
-    """Return γ or λ between each token and the next: float64[N] where turns have their own."""
+    """Return γ or λ between each token and the next: float64[N] if turns have their own factor."""
     if turns is None or turn_N is None:
         return within
     ends_N = is_last_of_sequence(seq_N)
@@ -192,7 +197,7 @@ def between_tokens(
 def advantage_over_chains(
     rewards_N: Tensor, values_N: Tensor, calls: BatchCalls, gamma: float, lam: float
 ) -> Tensor:
-    """Return the same over the chains of calls of agents' episodes: float64[N]."""
+    """Return the generalized advantage over the chains of calls of agents' episodes: float64[N]."""
     values_N = values_N.double()
     delta_N = rewards_N.double() + gamma * calls.next_values(values_N) - values_N
     return calls.to_go(delta_N, gamma * lam)
@@ -201,10 +206,11 @@ def advantage_over_chains(
 def value_loss(
     values_N: Tensor, before_N: Tensor, returns_N: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) of each token, and where the clip counts.
+    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) of each token, and the tokens where the clip
+    applies.
 
-    The clip keeps an update near the values that the advantages were made with (the value clip of
-    PPO's first implementation).
+    The clip keeps an update near the values from which the advantages were computed (the value clip
+    of PPO's first implementation).
     """
     plain_N = (values_N - returns_N) ** 2
     bounded_N = (values_N.clamp(before_N - clip, before_N + clip) - returns_N) ** 2
@@ -264,7 +270,7 @@ def grpo(
     """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300).
 
     With std=batch the std is that of all rewards of the batch, so that easy and hard tasks weigh
-    the same (arXiv 2508.08221); with std=none nothing is divided by.
+    the same (arXiv 2508.08221); with std=none there is no division.
     """
     rewards_S, key_S, peers = _groups(inputs)
     if std == "none":
@@ -276,7 +282,7 @@ def grpo(
 
 
 def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
-    """Return one reward for each episode: the mean of its sequences, where it has several."""
+    """Return one reward for each episode: the mean over its sequences."""
     if inputs.owner_S is None:
         return peers.mine
     pair_S: Any = key_S * (int(inputs.owner_S.max()) + 1) + inputs.owner_S
@@ -287,8 +293,8 @@ def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
 def gdpo(inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,)) -> Tensor:
     """Σ_c w_c (R_c − mean) / (std + ε) in the group, whitened over the batch (arXiv 2601.05242).
 
-    Each of the C components is normalised by itself: one that varies little counts as much as one
-    that varies much.
+    Each of the C components is normalised separately, so that components with small and large
+    variance count the same.
     """
     if inputs.components_SC is None:
         raise ConfigError(
@@ -309,7 +315,7 @@ def gdpo(inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,)) -> Tenso
 
 
 def gpg(inputs: AdvantageInputs) -> Tensor:
-    """α (R − mean), α = episodes over those whose reward is not 0 (GPG, arXiv 2504.02546)."""
+    """α (R − mean), α = episodes / episodes with a reward other than 0 (GPG, arXiv 2504.02546)."""
     rewards_S, key_S, peers = _groups(inputs)
     of_episodes = _by_episode(inputs, key_S, peers)
     scale = len(of_episodes) / max(int((of_episodes != 0).sum()), 1)
@@ -317,9 +323,9 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
 
 
 def passk(inputs: AdvantageInputs) -> Tensor:
-    """The lead of a group's best episode on its second, over the std (arXiv 2503.19595).
+    """The best reward of a group minus its second best, over the std (arXiv 2503.19595).
 
-    All others get 0, and so does the best if it is not better: this trains the group's maximum.
+    All other episodes get 0, and so does the best one in a tie: this trains the group's maximum.
     """
     rewards_S, key_S, peers = _groups(inputs)
     owner_S = torch.arange(len(rewards_S)) if inputs.owner_S is None else inputs.owner_S
@@ -336,7 +342,7 @@ def passk(inputs: AdvantageInputs) -> Tensor:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """R − mean: without the std, which overweights easy and hard tasks (arXiv 2503.20783).
+    """R − mean, without the std, which overweights easy and hard tasks (arXiv 2503.20783).
 
     Its loss is summed and divided by a constant length: `loss_agg=seq-mean-token-sum-norm`.
     """
@@ -405,14 +411,14 @@ def maxrl(inputs: AdvantageInputs) -> Tensor:
 
 @dataclass(frozen=True)
 class _Turns:
-    """The turns of all sequences, those that were played."""
+    """The played turns of all sequences."""
 
     returns_K: Tensor
     """R_t = r_t + γ R_{t+1}."""
     seq_K: Tensor
     turn_K: Tensor
     of_token_N: Tensor
-    """The turn of each token, as an index into the others."""
+    """The turn of each token, as an index into the other arrays."""
     num_turns: int
 
 
@@ -446,7 +452,7 @@ def _call_turns(inputs: AdvantageInputs, calls: BatchCalls) -> _Turns:
 def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
     """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
 
-    A turn that only one episode of its group reached gets 0.
+    A turn reached by only one episode of its group gets 0.
     """
     if inputs.calls is not None:
         return _per_call(inputs, inputs.calls)
@@ -459,10 +465,10 @@ def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
 
 
 def grpo_per_step(inputs: AdvantageInputs) -> Tensor:
-    """R_t = r_t + γ R_{t+1} per turn, less the mean of the first returns R_0, over their std.
+    """R_t = r_t + γ R_{t+1} per turn, minus the mean of the first returns R_0, over their std.
 
-    OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), except that a group whose
-    first returns are all equal gets 0: divided by their std of 0 it would grow without bound.
+    OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), except that a group with
+    equal first returns gets 0 instead of a division by a std of 0.
     """
     turns = _turns(inputs, "grpo_per_step")
     _, key_S, _ = _groups(inputs)
@@ -477,7 +483,7 @@ def grpo_per_step(inputs: AdvantageInputs) -> Tensor:
 
 
 def _per_call(inputs: AdvantageInputs, calls: BatchCalls) -> Tensor:
-    """Return R_c = r_c + γ R of the call that it led to, normalised among calls of its key."""
+    """Return R_c = r_c + γ R of the next call, normalised among calls with the same key."""
     returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
     peers = peers_of(returns_K, calls.key_K, calls.episode_K)
     normalised_K = (returns_K - peers.mean) / (peers.std + _EPSILON)
@@ -491,11 +497,11 @@ def gigpo(
     step_weight: float = 1.0,
     std: Literal["group", "none"] = "group",
 ) -> Tensor:
-    """A_E + ω A_S: what the episode is worth in its group, and the turn at its observation.
+    """A_E + ω A_S: advantage of the episode in its group, and of the turn at its observation.
 
-    A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer
-    an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978). std=none is
-    F_norm = 1: both are deviations from means, divided by nothing.
+    A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer an
+    equal observation; a turn with a unique observation gets 0 (arXiv 2505.10978). std=none is
+    F_norm = 1: both are deviations from means, without division.
     """
     turns = _turns(inputs, "gigpo") if inputs.calls is None else _call_turns(inputs, inputs.calls)
     if inputs.state_N is None:
@@ -525,7 +531,7 @@ def gae(
     """Generalised advantage over the generated tokens, whitened over the batch (PPO).
 
     With `by_length` α, λ of a sequence of l tokens is 1 − 1/(αl), at least 0 (VAPO, arXiv
-    2504.05118). `turn_gamma` and `turn_lambda` count from a turn's last token to the next one.
+    2504.05118). `turn_gamma` and `turn_lambda` apply between a turn's last token and the next token.
     """
     if inputs.values_N is None:
         raise ConfigError(
@@ -594,8 +600,8 @@ def overlong_penalty(
 ) -> Tensor:
     """Return the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
 
-    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the whole factor for
-    an episode that a limit cut (bool[S]), even if it has fewer than `max_len` tokens.
+    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the full penalty for an
+    episode truncated by a limit (bool[S]), even if it has fewer than `max_len` tokens.
     """
     if not 0 < buffer <= max_len:
         raise ConfigError(
@@ -612,8 +618,8 @@ def length_reward(
 ) -> Tensor:
     """Reward short episodes within their group: float32[S] (Kimi k1.5, arXiv 2501.12599 §2.3.3).
 
-    λ = ½ − (len − shortest) / (longest − shortest), for an episode that is not solved at most 0;
-    0 in a group whose episodes are all of one length.
+    λ = ½ − (len − shortest) / (longest − shortest), at most 0 for an unsolved episode; 0 in a group
+    of episodes of equal length.
     """
     lengths_S = lengths_S.double()
     bounds = lengths_S.new_zeros(int(group_S.max()) + 1)

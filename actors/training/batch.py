@@ -1,9 +1,9 @@
-"""From the groups of a batch to the flat arrays that advantages and losses work on.
+"""Convert the groups of a batch to the flat arrays that advantages and losses use.
 
-The calls of an agent's episode form a tree; the turns of a game follow each other. A call leads to
-at most one other, so rewards of later calls reach it along one path, a chain. Chains end at the
-episode's last call, or at an answer without consequence. At a chain's end stands the episode's own
-reward, or, within a branch that is credited with its own reward, that of the branch.
+The calls of an agent's episode form a tree; the turns of a game follow each other. Each call leads
+to at most one other call, so rewards of later calls reach it along one path, a chain. Chains end at
+the episode's last call, or at an unused answer. The last call of a chain has the episode's own
+reward, or, in a branch with a reward of its own, the branch's reward.
 
 A sample is the unit of rewards and weights: the whole episode, or each of its turns. The prompt of
 a turn is the conversation before it. Every turn only appends to that conversation, so the log-probs
@@ -60,34 +60,35 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class BatchCalls:
-    """The calls of one batch, in the order of its tokens, and its branches with rewards."""
+    """The calls of one batch, in the order of its tokens, and the branches with rewards."""
 
     call_N: Tensor
     """int64: the call of each generated token."""
     next_K: Tensor
-    """int64: the call that each led to, -1: none."""
+    """int64: the call that each call led to; -1: none."""
     key_K: Tensor
-    """int64: calls with equal numbers are compared: of one task, role and depth."""
+    """int64: key of each call; calls of one task, role and depth have equal keys and are
+    compared."""
     episode_K: Tensor
     """int64: the episode of each call."""
     group_K: Tensor
-    """int64: its task."""
+    """int64: the task of each call."""
     group_size_K: Tensor
-    """int64: episodes of its task."""
+    """int64: number of episodes of its task."""
     observed_K: Tensor
-    """int64: tokens before it that were new to the model."""
+    """int64: tokens before the call that were new to the model."""
     rewards_K: Tensor
-    """float64: the reward posted for it."""
+    """float64: the reward posted for the call."""
     outcome_K: Tensor
-    """float64: its episode's own reward."""
+    """float64: the reward of its episode."""
     branch_K: Tensor
-    """int64: the innermost branch with a reward that it is in, -1: none."""
+    """int64: the innermost branch with a reward that contains the call; -1: none."""
     branch_reward_B: Tensor
     """float64: the reward posted for the branch."""
     branch_key_B: Tensor
-    """int64: branches with equal numbers are compared: of one task and role."""
+    """int64: key of each branch; branches of one task and role have equal keys and are compared."""
     branch_episode_B: Tensor
-    """int64: its episode."""
+    """int64: the episode of the branch."""
 
     @property
     def num(self) -> int:
@@ -101,9 +102,9 @@ class BatchCalls:
         )
 
     def own_chains(self) -> "BatchCalls":
-        """Return the same calls with chains that end where their branches do, with their rewards.
+        """Return the calls with chains that end with their branches, with the branches' rewards.
 
-        What is in no branch ends where it leads into one, with the episode's reward.
+        A chain outside of branches ends where it leads into a branch, with the episode's reward.
         """
         goes_on_K = self.next_K >= 0
         goes_on_K &= self.branch_K[self.next_K] == self.branch_K
@@ -124,7 +125,7 @@ class BatchCalls:
         return replace(self, **{**columns, "call_N": call_n, "next_K": number_K[columns["next_K"]]})
 
     def token_rewards(self, further_N: Tensor) -> Tensor:
-        """Return the reward of each token: `further_N`, and posted rewards at the ends of calls."""
+        """Return the reward of each token: `further_N`, plus posted rewards at the ends of calls."""
         rewards_K = self.rewards_K + self.outcome_K.masked_fill(self.next_K >= 0, 0.0)
         last_N = is_last_of_sequence(self.call_N)
         rewards_N = further_N.double()
@@ -146,13 +147,13 @@ class BatchCalls:
         return reward_to_go(values_KP, gamma)[self.call_N, place_N]
 
     def returns_by_call(self, rewards_N: Tensor, gamma: float) -> Tensor:
-        """R_c = r_c + γ R of the call that it led to: float64[K]."""
+        """R_c = r_c + γ R of the next call: float64[K]."""
         rewards_K = rewards_N.new_zeros(self.num, dtype=torch.float64)
         rewards_K = rewards_K.index_add(0, self.call_N, rewards_N.double())
         return self._over_chains(rewards_K, torch.full_like(rewards_K, gamma))
 
     def next_values(self, values_N: Tensor) -> Tensor:
-        """Return the value after each token: before the next one of its chain, or 0."""
+        """Return the value after each token: the value before the chain's next token, or 0."""
         first_N = torch.ones_like(self.call_N, dtype=torch.bool)
         first_N[1:] = self.call_N[1:] != self.call_N[:-1]
         values_K = values_N[first_N]
@@ -164,9 +165,9 @@ class BatchCalls:
         return after_N
 
     def _over_chains(self, values_K: Tensor, factor_K: Tensor) -> Tensor:
-        """Add to each call the result of the call that it led to, times its factor.
+        """Add to each call its factor times the result of the next call.
 
-        A call leads to a later one, but its row may stand before.
+        The next call is later in time, but its row may come first.
         """
         values, factors = (cast("list[float]", array.tolist()) for array in (values_K, factor_K))
         nexts = cast("list[int]", self.next_K.tolist())
@@ -177,7 +178,7 @@ class BatchCalls:
 
 
 def calls_of(groups: Sequence[Group], call_N: np.ndarray[Any, Any]) -> BatchCalls | None:
-    """Return the calls of a batch; `call_N` is the call of each token. None without calls."""
+    """Return the calls of a batch, or None if there are none; `call_N` is the call of each token."""
     rows = [item for group in groups for item in group.sampled]
     if all(item.calls is None for item in rows):
         return None
@@ -199,13 +200,13 @@ class _Collected:
         self._num_episodes = 0
 
     def add_episode(self, task: int, num_episodes: int, rows: Sequence[Trajectory]) -> None:
-        """Add the rows of one of a task's episodes."""
+        """Add the rows of one episode."""
         first = len(self._branch_of)
         places = [item.calls or _in_a_row(item) for item in rows]
         numbers = [
             (row, int(n)) for row, row_places in enumerate(places) for n in row_places.numbers
         ]
-        # Rows that say nothing of their calls number them from 0 each.
+        # Rows without recorded calls number them from 0 each.
         call_places = {n: first + at for at, (row, n) in enumerate(numbers) if rows[row].calls}
         branches = self._add_branches(task, places)
         at = first
@@ -240,7 +241,7 @@ class _Collected:
         return self._keys.setdefault(parts, len(self._keys))
 
     def calls(self, call_N: np.ndarray[Any, Any]) -> BatchCalls:
-        """Return all that was added."""
+        """Return all added calls."""
         rewards, keys, episodes = zip(*self._branches, strict=True) if self._branches else [()] * 3
         columns = {f"{name}_K": _numbers(values) for name, values in self._columns.items()}
         return BatchCalls(
@@ -258,7 +259,7 @@ class _Collected:
 
 
 def _in_a_row(item: Trajectory) -> CallPlaces:
-    """Return the places of a row without recorded calls: one after the other."""
+    """Return the places of a row without recorded calls, one after the other."""
     num = len(item.turn_ends)
     turns = np.arange(num, dtype=np.int32)
     mask = np.concatenate([item.mask, [0]])
@@ -277,13 +278,13 @@ def _in_a_row(item: Trajectory) -> CallPlaces:
 
 
 def _in_order(nexts: Sequence[int]) -> list[int]:
-    """Order calls so that each stands before the one that it led to."""
+    """Order calls so that each comes before the call that it led to."""
     waiting = [0] * len(nexts)
     for to in nexts:
         if to >= 0:
             waiting[to] += 1
     order = [call for call, num in enumerate(waiting) if not num]
-    for call in order:  # it grows meanwhile
+    for call in order:  # the list grows during iteration
         to = nexts[call]
         if to >= 0:
             waiting[to] -= 1
@@ -304,14 +305,14 @@ def _unique(numbers_n: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One batch: its sequences in order, and what is known of their generated tokens."""
+    """One batch: its sequences in order, and the arrays of its generated tokens."""
 
     sequences: list[TokenSequence]
     """Ids and mask of each sequence."""
     seq_N: Tensor
     """int64: the sequence of each generated token."""
     turn_N: Tensor
-    """int64: its turn, from 0; those of an episode's further rows follow."""
+    """int64: its turn, from 0; the turns of an episode's further rows are numbered on."""
     token_rewards_N: Tensor
     """float32: a turn's reward on the turn's last token, 0 elsewhere."""
     behaviour_N: Tensor
@@ -319,34 +320,35 @@ class TrainingBatch:
     versions_N: Tensor
     """int64: version that produced the token."""
     episode_S: Tensor
-    """int64: the episode that each sequence is a row of, ascending; mostly its only one."""
+    """int64: the episode of each sequence (row), ascending; most episodes have one sequence."""
     rewards_S: Tensor
     """float32: return of each sequence's episode."""
     group_S: Tensor
-    """int64: the sequences that are compared: those of one task, and of one role in it."""
+    """int64: the group of each sequence; sequences of one task and role are compared."""
     lengths_S: Tensor
     """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
-    """bool: a token limit ended a row of the episode or cut its last turn."""
+    """bool: a token limit ended a row of the episode or truncated its last turn."""
     timed_out_S: Tensor
-    """bool: a step of the episode took its game too long."""
+    """bool: a step of the episode exceeded the time limit of its game."""
     unfinished_S: Tensor
-    """bool: a limit of turns or tokens ended the sequence, and its game would have gone on."""
+    """bool: a limit of turns or tokens ended the sequence before the end of its game."""
     fresh_N: Tensor | None
-    """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
-    all are trained."""
+    """bool: trained tokens; the other tokens are too old, and count in rewards only. None: all
+    tokens are trained."""
     teaching: list[Teaching | None]
-    """What is for the teacher of each sequence, or came from it."""
+    """Inputs for the teacher of each sequence, or its scores."""
     kinds: list[str]
-    """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
+    """Kind of each sequence within its episode: main, sub-agent and so on; empty: the whole
+    episode."""
     sources: list[str]
-    """Data source of each sequence's row; empty where it has none."""
+    """Data source of each sequence's row; empty if it has none."""
     calls: BatchCalls | None
-    """Where the turns stand in trees of calls; None: one after the other."""
+    """Places of the turns in trees of calls; None: turns follow each other."""
     components_EC: Tensor | None
-    """float64: rewards of each episode by component; None: it has none."""
+    """float64: rewards of each episode by component; None: no components."""
     baseline_E: Tensor | None
-    """float32, by episode: return of the greedy one of the task, where there is one."""
+    """float32, by episode: return of the task's greedy episode, if there is one."""
 
     def to(self, device: torch.device) -> "TrainingBatch":
         """Copy every tensor to a device."""
@@ -358,7 +360,7 @@ class TrainingBatch:
         return replace(self, **moved, calls=None if self.calls is None else self.calls.to(device))
 
     def fresh_of(self, values_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return places and values of the tokens that are not too old, as one part."""
+        """Return places and values of the tokens that are not too old, as one part of the batch."""
         fresh_N = self.fresh_N
         if fresh_N is None:
             fresh_N = torch.ones_like(values_N, dtype=torch.bool)
@@ -366,21 +368,22 @@ class TrainingBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens."""
         return len(self.seq_N)
 
     @property
     def num_seqs(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.sequences)
 
 
 def assemble(
     groups: Sequence[Group], oldest: int = 0, components: Sequence[str] = ()
 ) -> TrainingBatch:
-    """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained.
+    """Concatenate the trajectories of the groups in order; greedy baselines are not trained.
 
-    Nor are tokens of versions before `oldest`. `components` are names of numbers in `info`.
+    Tokens of versions before `oldest` are not trained either. `components` are names of numbers in
+    `info`.
     """
     members = [group.sampled for group in groups]
     trajectories = [trajectory for group in members for trajectory in group]
@@ -441,12 +444,12 @@ def assemble(
 
 
 def _sums(rewards_K: NDArray[np.float32], first_E: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Add up the rewards of each episode, which begin at these places."""
+    """Add up the rewards of each episode; episodes begin at these places."""
     return np.add.reduceat(rewards_K.astype(np.float64), first_E).astype(np.float32)
 
 
 def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
-    """Number the sets of trajectories that share task and role, in order."""
+    """Number the sets of trajectories with equal task and role, in order."""
     numbers: dict[tuple[int, str], int] = {}
     keys = [(group, item.role) for group, items in enumerate(members) for item in items]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
@@ -457,23 +460,23 @@ def _tensor(array: NDArray[Any]) -> Tensor:
 
 
 def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], Tensor]:
-    """Return the chosen sequences, and the places of their tokens in the whole batch."""
+    """Return the chosen sequences, and the indices of their tokens in the whole batch."""
     chosen = cast(list[bool], keep_S.tolist())
     sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
     return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
 
 
 def minibatches(batch: TrainingBatch, count: int) -> list[Tensor]:
-    """Split the groups into contiguous minibatches; return which sequences each has: bool[S]."""
+    """Split the groups into contiguous minibatches; return the sequences of each: bool[S]."""
     groups = torch.arange(int(batch.group_S.max()) + 1, device=batch.group_S.device)
     parts = torch.tensor_split(groups, count)
     return [torch.isin(batch.group_S, part) for part in parts if len(part)]
 
 
 def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
-    """Return a batch whose only generated tokens stand behind the last ones of some sequences.
+    """Return a batch with one generated token each, after the last token of some sequences.
 
-    Their predictions are made at the sequence's end.
+    They are predicted at the sequence's end.
     """
     chosen = chosen_S.nonzero().squeeze(1)
     sequences = list(batch.sequences)
@@ -488,9 +491,9 @@ def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
 
 
 def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:
-    """Return the numbers with these names in `info` at an episode's end.
+    """Return the numbers with these names from `info` at an episode's end.
 
-    Raises DataError for one that is not a number that a float32 holds, like rewards.
+    Raises DataError for a value that is not a number in the range of float32.
     """
     info = rows[0].info
     numbers: list[float] = []
@@ -546,7 +549,8 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
     images = images_of(item.messages, group.images)
     prompt = item.token_ids[: int(item.mask.argmax())]
     if images:
-        # Those of a tool's result stand behind the first answer, as some of a conversation do.
+        # Images of a tool's result come after the first answer, as do some images of a
+        # conversation.
         is_later = item.kind or shows_later(item.messages)
         until = int(item.turn_ends[-1]) if is_later else len(prompt)
         seen = reader.read_images(model, item.token_ids[:until], images)
@@ -572,22 +576,22 @@ class Samples:
     sample_N: Tensor
     """int64: the sample of each generated token."""
     group_M: Tensor
-    """int64: samples with an equal number are compared with each other."""
+    """int64: group of each sample; samples of one group are compared with each other."""
     num: int
     """Number of samples."""
     lone_M: Tensor | None = None
-    """bool: samples without a peer although their group has more: a turn that no other episode
-    reached, an episode all others of which are set apart."""
+    """bool: samples without a peer in a group of several episodes: a turn that no other episode
+    reached, or an episode whose peers are all excluded."""
 
 
 def renumber(sample_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the samples of some of the tokens from 0; also return their numbers in the batch."""
+    """Renumber the samples of some tokens from 0; also return their numbers in the batch."""
     numbers_M, local_n = _unique(sample_n)
     return local_n, numbers_M
 
 
 def without_peers(samples: Samples, batch: TrainingBatch, apart_S: Tensor) -> Samples:
-    """Compare the samples of some sequences (bool[S]) with no other, and no other with them."""
+    """Exclude some sequences (bool[S]) from all comparisons."""
     seq_M = torch.zeros_like(samples.group_M).scatter(0, samples.sample_N, batch.seq_N)
     before_M = samples.group_M
     own_M = int(before_M.max()) + 1 + torch.arange(samples.num, device=before_M.device)
@@ -600,7 +604,7 @@ def without_peers(samples: Samples, batch: TrainingBatch, apart_S: Tensor) -> Sa
 
 
 def episodes(batch: TrainingBatch) -> Samples:
-    """Take each episode as one sample, however many rows it has."""
+    """Take each episode as one sample, whatever its number of rows."""
     episode_S = batch.episode_S
     begins_S = torch.diff(episode_S, prepend=episode_S[:1] - 1) > 0
     group_E = batch.group_S[begins_S]
@@ -619,7 +623,7 @@ def turns(batch: TrainingBatch) -> Samples:
 
 
 def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Tensor:
-    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float64[N]."""
+    """Add γ R_{t+1} to the last token of each turn, so that each turn's sum is R_t: float64[N]."""
     by_turn = turns(batch)
     rewards_M = sum_by_sequence(rewards_N.double(), by_turn.sample_N, by_turn.num)
     last_N = is_last_of_sequence(by_turn.sample_N)
@@ -633,10 +637,7 @@ def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Te
 
 
 def answered_states(batch: TrainingBatch) -> Tensor:
-    """Number the observations that turns answer, equal ones alike: int64[N].
-
-    The observation of the first turn is the prompt.
-    """
+    """Number the observations that turns answer; equal observations get one number: int64[N]."""
     known: dict[bytes, int] = {}
     if batch.calls is not None:
         return _observed_by_calls(batch, batch.calls, known)

@@ -2,10 +2,9 @@
 
 `checkpoints/step_000040/` is a folder for `from_pretrained`; its `learner/` holds the optimiser
 state, `state.json`, and the critic if there is one; its `policies/<role>/` the same for roles with
-a policy of their own. It is written from a copy (`checkpoint_copy.py`), by several ranks together;
-any number of ranks can read it. It is written to a hidden folder and renamed, so that it counts
-only when it is whole; `latest` is a link to the newest. Master weights are float32, and so are the
-saved ones.
+a policy of their own. Several ranks write it together, from a copy (`checkpoint_copy.py`); any
+number of ranks can read it. It is written to a hidden folder and renamed when complete; `latest` is
+a link to the newest. Master weights and saved weights are float32.
 """
 
 import contextlib
@@ -37,14 +36,14 @@ _KEPT = "kept_weights_"
 
 
 class CheckpointJudge(Protocol):
-    """Knows which checkpoints are good."""
+    """Selects the best checkpoints, and those to keep."""
 
     def best(self, steps: Sequence[int]) -> int | None:
-        """Return the best of these steps; None if it is unknown."""
+        """Return the best of these steps; None if unknown."""
         ...
 
     def spared(self, steps: Sequence[int]) -> set[int]:
-        """Return those of these steps whose checkpoints stay."""
+        """Return those of these steps whose checkpoints are kept."""
         ...
 
 
@@ -56,12 +55,12 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self.judged: CheckpointJudge | None = None
-        """Knows which checkpoints are the best and stay; None: none does."""
+        """Selects the best checkpoints and those to keep; None: no selection."""
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint and return its folder; on an error nothing earlier is lost.
+        """Write a checkpoint and return its folder; on an error, earlier checkpoints remain.
 
-        `write` makes the folder that it is given and writes all but the state into it.
+        `write` creates the given folder and writes all files but the state into it.
 
         Raises StorageError with path and free space when it cannot be written.
         """
@@ -79,7 +78,7 @@ class CheckpointStore:
             self._point("latest", final)
             self.remove_old()
         except Exception as error:
-            # before room is made again
+            # before old checkpoints are removed to free space
             failure = files.storage_error(final, error, SafetensorError)
             shutil.rmtree(temporary, ignore_errors=True)
             if failure is None:
@@ -98,7 +97,7 @@ class CheckpointStore:
         return [step for step in self._named() if (self.path(step) / _STATE).is_file()]
 
     def _named(self) -> list[int]:
-        """Return the steps after which a folder is named, ascending."""
+        """Return the steps of all folders with a checkpoint's name, ascending."""
         if not self.folder.is_dir():
             return []
         names = [path.name.removeprefix(_REPLACED) for path in self.folder.iterdir()]
@@ -110,10 +109,10 @@ class CheckpointStore:
         return self.path(steps[-1]) if steps else None
 
     def latest_whole(self) -> tuple[Path | None, list[TinkermqError]]:
-        """Return the newest checkpoint with all files as written, or None.
+        """Return the newest undamaged checkpoint, or None.
 
-        Newer, damaged checkpoints are renamed to `damaged_step_…`, and their errors returned.
-        Raises StorageError for one that cannot be read now.
+        Newer, damaged checkpoints are renamed to `damaged_step_…`, and their errors are returned.
+        Raises StorageError for a checkpoint that cannot be read at present.
         """
         damaged: list[TinkermqError] = []
         for step in reversed(self._named()):
@@ -132,21 +131,21 @@ class CheckpointStore:
         return None, damaged
 
     def before_latest(self) -> LearnerState | None:
-        """Return the state of the last checkpoint but one, unchecked; None if there is none."""
+        """Return the state of the second newest checkpoint, unchecked; None if there is none."""
         steps = self.steps()
         return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
 
     def first_seqs(self) -> dict[int, int]:
-        """Return by step the first entry of the log behind each checkpoint that can be read."""
+        """Return by step the first log entry after each readable checkpoint."""
         seqs: dict[int, int] = {}
         for step in self.steps():
-            with contextlib.suppress(StorageError):  # a learner that starts from it raises
+            with contextlib.suppress(StorageError):  # raised when a learner starts from it
                 seqs[step] = _read_state(self.path(step)).log_seq
         return seqs
 
     @property
     def keeps_one_before(self) -> bool:
-        """Whether another checkpoint is kept beside the newest."""
+        """Return whether another checkpoint is kept beside the newest."""
         return self._keep_last > 1
 
     def put_aside(self, folder: Path, step: int) -> None:
@@ -156,7 +155,7 @@ class CheckpointStore:
         folder.rename(aside)
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
-        """Rename a checkpoint to its final name; one of the same step counts until then."""
+        """Rename a checkpoint to its final name; until then an older one of that step is valid."""
         replaced = self.folder / (_REPLACED + final.name)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -175,7 +174,7 @@ class CheckpointStore:
     def remove_old(self) -> None:
         """Remove checkpoints that are not kept, and link `best` to the best one left.
 
-        A folder that cannot be removed now, as one that is read over NFS, is tried again later.
+        The removal of a folder that fails, for example during a read over NFS, is retried later.
         """
         steps = self.steps()
         spared: set[int] = set()
@@ -186,7 +185,7 @@ class CheckpointStore:
         for step in steps[: -self._keep_last]:
             if step not in spared and not (self._keep_every and step % self._keep_every == 0):
                 removed = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
-                self.path(step).rename(removed)  # a folder is whole as long as it has its name
+                self.path(step).rename(removed)  # a folder with its name must be complete
                 shutil.rmtree(removed, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
@@ -198,8 +197,8 @@ class CheckpointStore:
 def load_state(folder: Path) -> LearnerState:
     """Read the learner's state of a checkpoint after checking its files.
 
-    Raises StorageError that names a damaged file, StoreAwayError for one that cannot be read now,
-    NotFoundError when it has no state.
+    Raises StorageError that names a damaged file, StoreAwayError for a file that cannot be read at
+    present, NotFoundError for a checkpoint without state.
     """
     files.check_digests(folder)
     file = folder / _STATE
@@ -224,7 +223,7 @@ def _read_state(folder: Path) -> LearnerState:
 
 
 def save_form(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    """Write a model folder without the weights, on this rank only."""
+    """Write a model folder without weights, on this rank only."""
     (folder / "learner").mkdir(parents=True)
     save_model(model, folder, {})
     tokenizer.save_pretrained(folder)
@@ -238,10 +237,10 @@ def try_saving(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Save a checkpoint of the untrained model, read it again, and remove it.
+    """Save a checkpoint of the untrained model, read it back, and remove it.
 
-    `write` writes a checkpoint, or one without weights; `settings` are the model's own settings of
-    generation. Raises ModelError if it cannot be saved, StorageError for a disk that cannot be
+    `write` writes a checkpoint, or one without weights; `settings` are the model's generation
+    settings. Raises ModelError if it cannot be saved, StorageError for a disk that cannot be
     written.
     """
     place = run_dir / _TRIAL
@@ -271,8 +270,8 @@ def keep_weights(
 ) -> Path:
     """Write the weights of each policy as safetensors into the first writable place.
 
-    For a checkpoint that could not be written. Other files of a model folder are added as far as
-    `write_form` can write them. Weights saved before are removed. Returns the folder. Raises
+    Used when a checkpoint could not be written. Other files of a model folder are added as far as
+    `write_form` can write them. Weights saved earlier are removed. Returns the folder. Raises
     StorageError if no place is writable.
     """
     failure: Exception | None = None
@@ -304,7 +303,7 @@ def keep_weights(
 
 
 def _keep(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the weights of a policy under the names by which the libraries look for them."""
+    """Write the weights of a policy under the file names that the libraries expect."""
     critic = {name: tensor for name, tensor in tensors.items() if name.startswith("critic.")}
     rest = {name: tensor for name, tensor in tensors.items() if name not in critic}
     is_adapter = any(name.startswith("base_model.model.") for name in rest)

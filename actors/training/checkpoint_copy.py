@@ -1,16 +1,16 @@
-"""Copies of a checkpoint's contents, which are written while training continues.
+"""Copies of a checkpoint's contents, written while training continues.
 
-With several ranks, or on a GPU, each rank copies its tensors, on a GPU into pinned memory that is
-used again; training then continues. A single process on a CPU copies nothing at first: its weights
-change only in the next update, which comes after the passes of a step. Whatever is not written by
-then is copied before the update, and a file that is being written is written again from the copy:
-an update never waits for a disk.
+With several ranks, or on a GPU, each rank copies its tensors (on a GPU into reused pinned memory)
+before training continues. A single process on a CPU copies nothing at first: its weights change
+only in the next update, after the passes of a step. Tensors that are not written by then are copied
+before the update, and a partly written file is written again from the copy: an update never waits
+for a disk.
 
-A separate thread writes the copy: each rank writes its parts of the optimiser's state, as
-`torch.distributed.checkpoint` divides and reshards them, and the first writes the model as a
-Hugging Face folder. Collectives of that thread have a group of their own.
+A separate thread writes the copy: each rank writes its parts of the optimiser's state (divided and
+resharded by `torch.distributed.checkpoint`), and the first rank writes the model as a Hugging Face
+folder. Collectives of that thread have a separate group.
 
-`torch.distributed.checkpoint.async_save` is not used: its future is done when its own files are
+`torch.distributed.checkpoint.async_save` is not used: its future completes when its own files are
 written, but a checkpoint also needs the model, digests, fsync and the renamed folder; and with
 `AsyncCheckpointerType.PROCESS` a process outlives a killed learner and continues writing. Its parts
 are used: its stager, and `save` in the thread.
@@ -41,7 +41,7 @@ from .parallel import Parallel
 from .ranks import Order, Ranks
 
 OPTIMIZER = "learner/optimizer"
-"""A folder that several ranks wrote, or with `.pt` the file of one."""
+"""A folder written by several ranks, or, with the suffix `.pt`, the file of a single rank."""
 CRITIC = "learner/critic.safetensors"
 CRITIC_OPTIMIZER = "learner/critic_optimizer"
 REFERENCE = "learner/reference.safetensors"
@@ -49,23 +49,23 @@ SAVE = Order("save", {})
 
 
 class HostCopies:
-    """Copies tensors into the machine's memory, as torch.distributed.checkpoint stages them.
+    """Copies tensors into host memory, as torch.distributed.checkpoint stages them.
 
-    A copy of tensors on a GPU is in pinned memory that the next copy overwrites. A copy of other
-    tensors has memory of its own.
+    GPU tensors are copied into pinned memory that the next copy overwrites. Other tensors are
+    copied into new memory.
     """
 
     def __init__(self) -> None:
-        """Hold no memory yet."""
+        """Start without allocated memory."""
         self._pinned: DefaultStager | None = None
         self._copies: weakref.WeakSet[ModelCopy] = weakref.WeakSet()
         self._readings: list[Future[Any]] = []
 
     def wait_before_change(self, reading: "Future[Any]") -> None:
-        """Have the next change wait for `reading`, which reads the tensors.
+        """Make the next change wait for `reading`, which reads the tensors.
 
-        It must not wait for the thread that trains. Finished readings are released, with what they
-        read: many steps may pass without a change.
+        It must not wait for the thread that trains. Finished readings and their tensors are
+        released, since many steps may pass without a change.
         """
         self._readings = [reading for reading in self._readings if not reading.done()]
         self._readings.append(reading)
@@ -73,7 +73,7 @@ class HostCopies:
     def take_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
     ) -> "ModelCopy":
-        """Return the present state of a model and its optimiser; later changes do not affect it."""
+        """Return the current state of a model and its optimiser; later changes do not affect it."""
         weights, state = trained_weights(model), optimizer_state(model, optimizer, parallel)
         if parallel.sharded or torch.cuda.is_available():
             return ModelCopy(**self.take({"weights": weights, "optimizer": state}))
@@ -82,9 +82,9 @@ class HostCopies:
         return held
 
     def before_change(self) -> None:
-        """Wait for the readings, and copy tensors that are held by reference and not written yet.
+        """Wait for the readings, and copy unwritten tensors that are held by reference.
 
-        To be called before each change of the tensors.
+        Call it before each change of the tensors.
         """
         wait(self._readings)
         self._readings.clear()
@@ -112,14 +112,14 @@ def _stager(*, pinned: bool) -> DefaultStager:
 
 @dataclass(eq=False)
 class ModelCopy:
-    """A model and its optimiser as they were when they were copied."""
+    """A model and its optimiser at the time of the copy."""
 
     weights: dict[str, Tensor]
-    """This rank's parts of the trained weights; once gathered, whole on the first rank."""
+    """This rank's parts of the trained weights; after `gather`, all weights on the first rank."""
     optimizer: dict[str, Any]
-    """This rank's parts of its state; empty once it is written."""
+    """This rank's parts of the optimiser's state; empty after they are written."""
     source: HostCopies | None = None
-    """Copies them before they change; None: they are copies."""
+    """Copies the tensors before they change; None: they are already copies."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def gather(self, parallel: Parallel) -> None:
@@ -128,7 +128,7 @@ class ModelCopy:
             self.weights = gather_weights(self.weights, parallel)
 
     def detach(self) -> None:
-        """Copy both, unless they are copies."""
+        """Copy weights and optimiser state, unless they are already copies."""
         with self._lock:
             if self.source is None:
                 return
@@ -137,11 +137,11 @@ class ModelCopy:
             self.source = None
 
     def write_weights(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Call `write` with the weights; again, with copies, if they have changed meanwhile."""
+        """Call `write` with the weights; repeat it with copies if the weights changed meanwhile."""
         self._write(lambda: write(self.weights))
 
     def write_optimizer(self, path: Path, parallel: Parallel) -> Callable[[], None]:
-        """Write the optimiser's state on all ranks at once; of one rank, return its writer."""
+        """Write the optimiser's state on all ranks at once; for a single rank, return its writer."""
         if parallel.sharded:
             return save_optimizer(path, self.optimizer, parallel)
 
@@ -166,12 +166,12 @@ class TrainerCopy:
     """A checkpoint's contents of one policy."""
 
     model: nn.Module
-    """Read for the form of its folder only: its weights may have changed."""
+    """Provides the form of the model folder only; its weights may have changed."""
     processor: Any
     policy: ModelCopy
     critic: ModelCopy | None
     reference: dict[str, Tensor]
-    """Weights of a reference that moves."""
+    """Weights of a moving reference."""
     entropy: EntropyBonus | None
 
     def gather(self, parallel: Parallel) -> None:
@@ -182,7 +182,7 @@ class TrainerCopy:
         self.reference = gather_weights(self.reference, parallel)
 
     def write_optimizers(self, folder: Path, parallel: Parallel) -> list[Callable[[], None]]:
-        """Write the states that ranks write together; return writers for the first rank alone.
+        """Write the states that all ranks write together; return writers for the first rank.
 
         Raises StorageError on all ranks if one of them cannot write.
         """
@@ -192,7 +192,7 @@ class TrainerCopy:
         return [copy.write_optimizer(folder / name, parallel) for name, copy in copies.items()]
 
     def write_models(self, folder: Path) -> None:
-        """Write all that has been gathered; called on the first rank only."""
+        """Write all gathered models; called on the first rank only."""
         (folder / "learner").mkdir(parents=True, exist_ok=True)
         self.policy.write_weights(lambda weights: save_model(self.model, folder, weights))
         self.processor.save_pretrained(folder)
@@ -223,7 +223,7 @@ class TrainerCopy:
 
 
 class CheckpointCopy:
-    """A checkpoint's contents of all models of a job, in this machine's memory."""
+    """A checkpoint's contents of all models of a job, in host memory."""
 
     def __init__(
         self,
@@ -232,17 +232,17 @@ class CheckpointCopy:
         ranks: Ranks | None = None,
         number: int = 0,
     ) -> None:
-        """`copies` by policy; `ranks` have made theirs under the same number, and write them."""
+        """Hold `copies` by policy; `ranks` have copies under the same number, and write them."""
         self._copies = copies
         self._number = number
         self._parallel = parallel.in_background
         self._ranks = ranks
 
     def write(self, folder: Path | None) -> None:
-        """Write into a new folder, which the first rank names; called on all ranks together.
+        """Write into a new folder, named by the first rank; called on all ranks together.
 
-        Collectives come first, so that a rank that cannot write leaves no other waiting. Raises
-        StorageError on all ranks if one of them cannot write its parts.
+        Collectives run first, so that no rank waits for one that cannot write. Raises StorageError
+        on all ranks if one of them cannot write its parts.
         """
         if self._ranks is None:
             self._write(folder)
@@ -268,27 +268,27 @@ class CheckpointCopy:
                 finishing()
 
     def release(self) -> None:
-        """Release the copies of a finished checkpoint, so that training need not copy for it."""
+        """Release the copies of a finished checkpoint, so that updates need not copy for it."""
         for copied in self._copies.values():
             copied.release()
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Return the weights to write, by policy; critics as `critic.*`.
 
-        They are there as soon as the folder was named, even if it could not be written.
+        They are available once the folder is named, even if it could not be written.
         """
         return {name: copied.named_weights() for name, copied in self._copies.items()}
 
 
 def critic_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name the weights of a critic beside those of its policy."""
+    """Add the critic's prefix to names of its weights."""
     return {f"critic.{name}": value for name, value in weights.items()}
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained weights of a model, by reference, under the names of its state.
+    """Return the trained weights of a model, by reference, by state name.
 
-    Tied weights are the same tensor under each of their names.
+    Tied weights are one tensor under several names.
     """
     changing = {id(tensor) for tensor in policy_tensors(model).values()}
     detached: dict[int, Tensor] = {}
@@ -300,9 +300,9 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_weights(weights: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
-    """Return tensors whole on the first rank, and none on the others; all ranks together.
+    """Return full tensors on the first rank, none on others; called on all ranks together.
 
-    Tied weights are the same tensor under each of their names.
+    Tied weights are one tensor under several names.
     """
     gathered: dict[int, Tensor | None] = {}
     for tensor in weights.values():
@@ -313,5 +313,5 @@ def gather_weights(weights: Mapping[str, Tensor], parallel: Parallel) -> dict[st
 
 
 def contiguous(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as safetensors writes them."""
+    """Return contiguous tensors, as safetensors requires."""
     return {name: tensor.contiguous() for name, tensor in weights.items()}

@@ -1,4 +1,4 @@
-"""Credit: from a batch's rewards to the advantage of each generated token, as configured.
+"""Credit: compute each generated token's advantage from a batch's rewards, as configured.
 
 Shape letters: N generated tokens, S sequences, E episodes, M samples.
 """
@@ -33,20 +33,20 @@ class Credit:
 
     samples: Samples
     rewards_E: Tensor
-    """Reward of each episode, with all that the configuration adds and subtracts."""
+    """Reward of each episode, including all configured bonuses and penalties."""
     advantages_N: Tensor
     targets: advantages.ValueTargets | None
-    """Targets of the critic; None without a critic."""
+    """Targets of the critic, if there is one."""
     kept_S: Tensor
-    """bool: sequences that are trained; the others are in no loss and in no denominator."""
+    """bool: trained sequences; the others are excluded from losses and denominators."""
     kept_N: Tensor
-    """bool: tokens that are trained; the others are in no loss and in no denominator."""
+    """bool: trained tokens; the others are excluded from losses and denominators."""
 
     def of_top_entropy(self, entropy_N: Tensor, share: float) -> "Credit":
         """Set advantages to 0 except for the share of trained tokens with the highest entropy.
 
-        The quantile is that of all trained tokens, interpolated (arXiv 2506.01939). The others stay
-        in the denominators of losses.
+        The quantile is that of all trained tokens, interpolated (arXiv 2506.01939). Other tokens
+        still count in the denominators of losses.
         """
         ordered = entropy_N[self.kept_N].double().sort().values
         if share == 1 or not len(ordered):
@@ -68,10 +68,10 @@ def assign_credit(
 ) -> Credit:
     """Compute the advantages of a batch, by the configuration's function or the user's `own`.
 
-    `old_N` and `reference_N` are read where a KL enters the rewards; `values` are the critic's.
-    A masked episode (`overlong_filter`) still counts in its group's mean and std, as in TRL, but
-    not where a whole batch is whitened; the same holds for tokens that are too old. An episode
-    whose game took too long (`env.on_step_timeout=mask`) counts nowhere: its return is unknown.
+    `old_N` and `reference_N` are read if a KL enters the rewards; `values` are the critic's. A
+    masked episode (`overlong_filter`) still counts in its group's mean and std, as in TRL, but not
+    in the whitening of a batch; the same holds for tokens that are too old. An episode whose game
+    timed out (`env.on_step_timeout=mask`) is ignored, since its return is unknown.
     """
     algorithm = config.algorithm
     cut_S = batch.truncated_S
@@ -132,10 +132,11 @@ def _advantages(
     inputs: advantages.AdvantageInputs,
     compute: Callable[[advantages.AdvantageInputs], Tensor],
 ) -> Tensor:
-    """Compare episodes, and branches that are credited with rewards of their own.
+    """Compare episodes, and branches with rewards of their own.
 
-    `own`: tokens of such a branch have its advantage, the others that of the episode; `both`: they
-    have the sum. Penalties on the tokens of a branch are subtracted from the branch's reward.
+    `own`: tokens of such a branch have the branch's advantage, other tokens the episode's; `both`:
+    tokens of the branch have the sum. Penalties on the tokens of a branch are subtracted from the
+    branch's reward.
     """
     if batch.calls is None:
         return compute(inputs)
@@ -164,7 +165,7 @@ def _advantages(
 def _with_calls(
     inputs: advantages.AdvantageInputs, batch: TrainingBatch, calls: BatchCalls
 ) -> advantages.AdvantageInputs:
-    """Let advantages by turn and by token follow chains of calls."""
+    """Compute advantages by turn and by token along chains of calls."""
     posted_N = batch.token_rewards_N
     further_N = inputs.token_rewards_N if inputs.token_rewards_N is not None else posted_N
     return replace(inputs, calls=calls, token_rewards_N=calls.token_rewards(further_N - posted_N))
@@ -173,9 +174,9 @@ def _with_calls(
 def _by_branch(
     inputs: advantages.AdvantageInputs, calls: BatchCalls, further_N: Tensor
 ) -> advantages.AdvantageInputs:
-    """Take each branch with a reward as one sequence; for tokens that are in one.
+    """Take each branch with a reward as one sequence; only for tokens in such branches.
 
-    `further_N` is the reward of its tokens beside the posted one, 0 for the others.
+    `further_N` is the reward of its tokens in addition to the posted reward, 0 for other tokens.
     """
     seq_N = calls.branch_K[calls.call_N].clamp(min=0)
     key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
@@ -223,9 +224,9 @@ def _options(config: JobConfig) -> dict[str, Any]:
 def _rewards(
     config: JobConfig, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
 ) -> Tensor:
-    """Return the reward of each token, with what the configuration adds and subtracts: float64[N].
+    """Return the reward of each token with configured bonuses and penalties: float64[N].
 
-    In float64 sums do not depend on their order, and equal episodes have equal returns.
+    In float64, sums do not depend on their order, so that equal episodes have equal returns.
     """
     algorithm = config.algorithm
     rewards_N = batch.token_rewards_N.double()

@@ -1,8 +1,8 @@
 """The critic of PPO: a separate model that estimates an episode's remaining return.
 
-It is a decoder like the policy's with one output, the value, in place of the vocabulary. It reads
-the same packed rows, so the value of a token is at the column that predicts the token. The value
-layer starts at 0: a new critic returns 0 everywhere, and advantages are plain returns.
+It is a decoder like the policy's, with a single output (the value) in place of the vocabulary. It
+reads the same packed rows, so a token's value is at the column that predicts the token. The value
+layer is initialised to 0: a new critic returns 0, and advantages are plain returns.
 """
 
 # torch leaves some of its methods untyped, safetensors its paths.
@@ -31,7 +31,7 @@ from .varlen import AttentionKey
 
 
 class ValueModel(nn.Module):
-    """A decoder with a value for each column."""
+    """A decoder with one value for each column."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class ValueModel(nn.Module):
         parallel: Parallel,
         attention: AttentionKey = "auto",
     ) -> None:
-        """Use the decoder of a causal language model, moved to its device.
+        """Take the decoder of a causal language model, moved to its device.
 
-        Raises ModelError when it cannot read packed rows.
+        Raises ModelError if it cannot read packed rows.
         """
         super().__init__()
         width = int(cast(Any, model).config.get_text_config().hidden_size)
@@ -53,17 +53,17 @@ class ValueModel(nn.Module):
         mine = {id(each) for each in self.parameters()}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in mine)
-        cast(Any, model).value_head = self.value_head  # divided over the ranks with the rest of it
+        cast(Any, model).value_head = self.value_head  # sharded over the ranks with the decoder
         inside = parallel.place(model, learner, attention, in_float32=[self.value_head])
         self._scorer = Scorer(model, temperature=1.0, inside=inside)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the model."""
         return self._scorer.device
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer, as transformers names that of language models."""
+        """Return the output layer, under the method name of transformers' language models."""
         return self.value_head
 
     def values(self, packed: MicroBatch) -> Tensor:
@@ -92,21 +92,21 @@ class Critic:
 
     @torch.no_grad()
     def values_of(self, micros: list[MicroBatch], num_tokens: int) -> Tensor:
-        """Return the values of a whole batch, of which this rank has a share: float32[N]."""
+        """Return the values of a whole batch, of which this rank computes a share: float32[N]."""
         values_N = torch.zeros(num_tokens, device=self.model.device)
         for micro in micros:
             values_N[micro.index_N] = self.model.values(micro)
         return self._parallel.add_up(values_N)
 
     def begin_step(self, rate: float, targets: ValueTargets) -> None:
-        """Begin a step at a learning rate, and clear the metrics of the last one."""
+        """Begin a step with a learning rate, and clear the metrics of the previous step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._targets = targets
         self._sums, self._num_tokens, self._norms = {}, 0, []
 
     def accumulate(self, micros: list[MicroBatch], denominators: Denominators) -> None:
-        """Add up the gradients of micro-batches; after an error this can be repeated."""
+        """Accumulate the gradients of micro-batches; it can be repeated after an error."""
         self.optimizer.zero_grad()
         before = dict(self._sums), self._num_tokens
         try:
@@ -130,7 +130,7 @@ class Critic:
         index_N = micro.index_N[kept_N]
         values_N = self.model.values(micro)
         if micro.is_empty:
-            values_N.sum().backward()  # only to gather and reduce with the others
+            values_N.sum().backward()  # only to take part in gathering and reducing
             return
         values_N = values_N[kept_N]
         loss_N, clipped_N = value_loss(
@@ -178,13 +178,13 @@ class Critic:
         return copies.take_model(self.model, self.optimizer, self._parallel)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all weights, whole and on the CPU; all ranks ask for them together."""
+        """Return all weights, unsharded and on the CPU; called on all ranks together."""
         return {name: whole(value).cpu() for name, value in self.model.state_dict().items()}
 
     def load(self, folder: Path) -> bool:
         """Load weights and optimiser state from a checkpoint; return False if it has no critic.
 
-        Only the checkpoint of another run, which a fork starts from, may have none.
+        Only another run's checkpoint, from which a fork starts, may lack a critic.
         """
         if not (folder / CRITIC).is_file():
             return False

@@ -1,8 +1,7 @@
 """Functions of the user, loaded by `module:function` or an entry point.
 
 They have the signature of the library's functions and run in the learner's process. Every return
-value is checked, so that a wrong function ends the job with its name and the value instead of
-training on garbage.
+value is checked, so that a faulty function ends the job with an error that names it and the value.
 
 Shape letters: N generated tokens.
 """
@@ -37,7 +36,7 @@ class CustomFunction:
     """One function of the user."""
 
     def __init__(self, kind: Kind, target: str) -> None:
-        """Import it; raises ConfigError with the import's error."""
+        """Import the function; raises ConfigError with the import's error."""
         self.key = f"{'training' if kind == 'curriculum' else 'algorithm'}.own_{kind}={target}"
         self._hint = _CHECK.format(target=target)
         self._call = self._find(target)
@@ -101,7 +100,7 @@ class CustomFunction:
         return function
 
     def _place(self, target: str) -> str:
-        """Return `module:function` of a function that a package registers by a short name."""
+        """Return `module:function` of a function registered by a package under a short name."""
         if ":" in target:
             return target
         there = {
@@ -116,16 +115,16 @@ class CustomFunction:
         return there[target]
 
     def called(self, inputs: object) -> Any:
-        """Return its result; raises ConfigError with its error, and the place of it."""
+        """Return the function's result; raises ConfigError with its error and the location of it."""
         with blaming(self.failure):
             try:
                 return self._call(inputs)
             except torch.OutOfMemoryError as error:
                 full = error
-        raise full  # not the function's fault: the step is tried in smaller micro-batches
+        raise full  # not an error of the function: the step is retried in smaller micro-batches
 
     def failure(self, error: BaseException) -> TinkermqError:
-        """Return the ConfigError for an error of the function, or of its result."""
+        """Return the ConfigError for an error in the function or in its result."""
         ours = root_cause(error)
         if isinstance(ours, TinkermqError):
             return ours
@@ -153,5 +152,5 @@ class CustomFunction:
 
 
 def custom_function(kind: Kind, target: str | None) -> CustomFunction | None:
-    """Return the function that a key names; None if it names none. Raises ConfigError."""
+    """Return the function that a key names; None if the key is empty. Raises ConfigError."""
     return None if target is None else CustomFunction(kind, target)

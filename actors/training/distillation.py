@@ -1,15 +1,15 @@
 """Teachers: frozen models that score the policy's tokens by their log-probs.
 
-Their reverse KL is an advantage of each token, log π_teacher − log π_o: no discount, no baseline,
-no group. It has the policy's gradient of KL(π‖π_teacher) once the correction has weighed the tokens
-(Agarwal et al. 2023, arXiv:2306.13649; Gu et al. 2023, arXiv:2306.08543). Their forward KL is a
-loss over the tokens that they find the likeliest.
+The reverse KL is an advantage of each token, log π_teacher − log π_o, without discount, baseline or
+group. With the correction's token weights, it has the policy's gradient of KL(π‖π_teacher) (Agarwal
+et al. 2023, arXiv:2306.13649; Gu et al. 2023, arXiv:2306.08543). The forward KL is a loss over the
+teacher's likeliest tokens.
 
-A step is a function of the batch: a teacher that the learner loads scores it here; a teacher that
-generators ask has scored it before the group entered the log, which also holds the teacher's own
-prompt. So a run replays to the same bits.
+A step is a function of the batch: a teacher loaded by the learner scores it here; a teacher queried
+by generators scored it before the group entered the log, which also holds the teacher's own prompt.
+So a run replays to the same bits.
 
-Shape letters: N generated tokens, S sequences, K tokens in the place of each.
+Shape letters: N generated tokens, S sequences, K tokens scored at the position of each.
 """
 
 # torch leaves some of its methods untyped.
@@ -40,7 +40,7 @@ from .sequences import lengths_by_sequence
 # -- the arithmetic --------------------------------------------------------------------------------
 
 _LEAST_REST = 1e-6
-"""Probability of all other tokens below which they are left out."""
+"""If the probability of all other tokens is below this, they are left out."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class TeacherScores:
     logprobs_N: Tensor
     """float32: log-prob of each token; 0 without a teacher."""
     taught_N: Tensor
-    """bool: tokens that a teacher has scored."""
+    """bool: tokens scored by a teacher."""
     top_ids_NK: Tensor | None = None
-    """int64: its likeliest tokens in the place of each."""
+    """int64: the teacher's likeliest tokens at the position of each token."""
     top_logprobs_NK: Tensor | None = None
-    """float32: their log-probs."""
+    """float32: log-probs of those tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class TeacherTargets:
     ids_NK: Tensor
     """int64: the teacher's likeliest tokens."""
     logprobs_NK: Tensor
-    """float32: their log-probs to the teacher."""
+    """float32: their log-probs under the teacher."""
     taught_N: Tensor
-    """bool: tokens that are taught."""
+    """bool: tokens with a teacher."""
 
 
 def teacher_advantage(gap_N: Tensor, taught_N: Tensor, *, normalise: bool) -> Tensor:
     """Return the advantage of each token from log π_teacher − log π_o; 0 without a teacher.
 
-    Normalising divides it by its standard deviation over the tokens taught, without centring: the
-    sign is the teacher's preference.
+    Normalising divides it by its standard deviation over the tokens with a teacher, without
+    centring, since the sign is the teacher's preference.
     """
     if not normalise or int(taught_N.sum()) < 2:
         return gap_N
@@ -81,10 +81,10 @@ def teacher_advantage(gap_N: Tensor, taught_N: Tensor, *, normalise: bool) -> Te
 
 
 def forward_kl(policy_NK: Tensor, teacher_NK: Tensor) -> Tensor:
-    """Return KL(π_teacher‖π) over the teacher's likeliest tokens and the rest as one event.
+    """Return KL(π_teacher‖π) over the teacher's likeliest tokens, all others as one event.
 
     Both are log-probs of the same tokens; float32[N], with gradient in `policy_NK`. It is at most
-    the whole KL, and 0 where both agree on these tokens.
+    the full KL, and 0 if both agree on these tokens.
     """
     teacher_p_NK = teacher_NK.exp()
     kl_N = (teacher_p_NK * (teacher_NK - policy_NK)).sum(-1)
@@ -94,11 +94,11 @@ def forward_kl(policy_NK: Tensor, teacher_NK: Tensor) -> Tensor:
     return kl_N + torch.where(rest_N > _LEAST_REST, rest_N * gap_N, 0.0)
 
 
-# -- models that can be teachers -------------------------------------------------------------------
+# -- requirements for teachers ---------------------------------------------------------------------
 
 
 def check_same_language(config: JobConfig, path: str, key: str = "algorithm.teacher") -> None:
-    """Raise ModelError for a model that does not read the policy's tokens, or its images."""
+    """Raise ModelError if a model does not read the policy's tokens, or its images."""
     trusted = config.model.trust_remote_code
     own = config.model.tokenizer or config.model.path
     vocabularies = [
@@ -132,7 +132,7 @@ EVERY_SOURCE = ""
 
 
 class Teachers:
-    """The teachers of one policy; often none."""
+    """The teachers of one policy; most policies have none."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ class Teachers:
         packer: RankPacker,
         parallel: Parallel,
     ) -> None:
-        """`scorer` scores with the policy, `load` opens a frozen model by its folder.
+        """Set up teachers; `scorer` scores with the policy, `load` opens a frozen model by its
+        folder.
 
         Raises ModelError for a teacher that cannot read the policy's tokens.
         """
@@ -192,7 +193,7 @@ class Teachers:
     ) -> tuple[Credit, TeacherTargets | None, dict[str, float]]:
         """Return the credit with teachers' advantages, the targets of a forward KL, and metrics.
 
-        `old_N` is log π_o, which is there where a teacher's advantage needs it.
+        `old_N` is log π_o, which a teacher's advantage requires.
         """
         if not self._of_source:
             return credit, None, {}
@@ -245,7 +246,7 @@ class Teachers:
                 whole.add_(self._parallel.add_up(part))
 
     def _read_logged(self, scores: TeacherScores, batch: TrainingBatch, keep_S: Tensor) -> None:
-        """Return the scores in the log for some sequences; `check` made sure that they exist."""
+        """Return the scores in the log for some sequences; `check` ensured that they exist."""
         lengths_S = lengths_by_sequence(batch.seq_N, batch.num_seqs)
         ends = cast("list[int]", lengths_S.cumsum(0).tolist())
         for place in cast("list[int]", keep_S.nonzero().flatten().tolist()):
@@ -253,7 +254,7 @@ class Teachers:
             if teaching is None or teaching.logprobs is None:
                 raise DataError(f"sequence {place} of the batch was not scored by its teacher")
             tokens = slice(end - len(teaching.logprobs), end)
-            # Copies: torch does not accept read-only arrays, as those of the log are.
+            # Copies, since torch does not accept read-only arrays such as those of the log.
             scores.logprobs_N[tokens] = torch.tensor(teaching.logprobs).to(scores.logprobs_N)
             if self._top_k and teaching.top_ids is not None and teaching.top_logprobs is not None:
                 top = (teaching.top_ids, teaching.top_logprobs)
@@ -291,7 +292,7 @@ def _put(
 
 
 def _as_taught(batch: TrainingBatch) -> TrainingBatch:
-    """Return the batch with the teachers' prompts in place of the policy's."""
+    """Return the batch with the teachers' prompts in place of the policy's prompts."""
     prompts = [None if teaching is None else teaching.prompt for teaching in batch.teaching]
     if all(prompt is None for prompt in prompts):
         return batch
@@ -303,7 +304,7 @@ def _as_taught(batch: TrainingBatch) -> TrainingBatch:
 
 
 def _behind(prompt: NDArray[Any], sequence: TokenSequence) -> TokenSequence:
-    """Return a sequence with another first prompt; the generated tokens stay."""
+    """Return a sequence with its first prompt replaced; the generated tokens stay."""
     first = int(np.argmax(sequence.mask))
     ids = np.concatenate([prompt.astype(sequence.token_ids.dtype), sequence.token_ids[first:]])
     mask = np.concatenate([np.zeros(len(prompt), sequence.mask.dtype), sequence.mask[first:]])

@@ -198,7 +198,7 @@ def _read_server(values: Any, number: int) -> GameServer:
     for prompt in server.prompts:
         if not isinstance(prompt, str) and not _is_prompt(prompt):
             raise ConfigError(
-                f"{place}.prompts: {shown(prompt)} names no prompt",
+                f"{place}.prompts: {shown(prompt)} does not name a prompt",
                 hint="give a name, or {name: …, arguments: {…}}",
             )
     return server.named(number + 1)

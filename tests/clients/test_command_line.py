@@ -329,7 +329,7 @@ MODULES = (
     "tinkermq.clients.cli.train",
     "tinkermq.clients.cli.supervisor",
     "tinkermq.envs.host",
-    "tinkermq.broker.tracking",
+    "tinkermq.schemas.local.tracking",
 )
 
 

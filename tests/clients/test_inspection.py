@@ -614,5 +614,5 @@ def test_spans_that_nobody_takes_are_an_error() -> None:
     one = [Span("a", "learner", trace_of(TASK), span_of(TASK), "", 0.0, 1.0)]
     with collector(400) as (url, _), pytest.raises(BrokerError, match="no collector accepted"):
         send_spans(one, url, {})
-    with pytest.raises(ConfigError, match="no URL of a collector"):
+    with pytest.raises(ConfigError, match="is not the URL of a collector"):
         send_spans(one, "127.0.0.1:4318", {})

@@ -235,7 +235,7 @@ async def test_a_server_that_cannot_be_used_is_told_with_the_reason(mode: str, w
         ({"servers": [{"url": "ftp://b"}]}, r"servers\[0\].url"),
         ({"servers": [{"comand": "a"}]}, r"servers\[0\].comand"),
         ({"servers": [{"command": "a", "headers": {"x": "y"}}]}, "headers"),
-        ({"servers": [{"command": "a", "prompts": [{"nam": "y"}]}]}, "names no prompt"),
+        ({"servers": [{"command": "a", "prompts": [{"nam": "y"}]}]}, "does not name a prompt"),
         ({"servers": [{"command": "a", "name": "x"}] * 2}, "several .* have the name x"),
         (
             {"servers": [{"url": "http://a.example/mcp"}]},
@@ -256,7 +256,7 @@ def test_settings_that_cannot_be_used_are_refused_with_their_key(
     ("keys", "words"),
     [
         ({"command": "no-such-server"}, "the sandbox has no program 'no-such-server'"),
-        ({"read": ["/no/such/folder"]}, "there is no '/no/such/folder'"),
+        ({"read": ["/no/such/folder"]}, "'/no/such/folder' does not exist"),
         ({"env_variables": ["NO_SUCH_KEY"]}, "the variable NO_SUCH_KEY, .* is not set"),
         ({"args": ["-c", "import time; time.sleep(600)"], "start_timeout_s": 3}, "did not start"),
     ],
