@@ -412,9 +412,9 @@ def _stop_on_signal(
     return stopping
 
 
-# -- the memory of a process ------------------------------------------------------------ For
-# `tinkermq profile --memory`. The kernel counts the pages; the actor reports the bytes of its own
-# data. The rest is torch and other libraries, activations, and free memory that the allocator
+# -- the memory of a process -----------------------------------------------------------------------
+# For `tinkermq profile --memory`. The kernel counts the pages; the actor reports the bytes of its
+# own data. The rest is torch and other libraries, activations, and free memory that the allocator
 # keeps.
 
 _STATUS = Path("/proc/self/status")
