@@ -464,7 +464,7 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 
 
 def return_free_memory() -> None:
-    """Return freed memory to the system, where the C library keeps it.
+    """Return freed memory that the C library keeps to the system.
 
     glibc keeps freed memory that lies between other allocations, such as the activations of a
     step. With other C libraries this does nothing.

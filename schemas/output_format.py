@@ -1,7 +1,7 @@
 """Structured output: JSON of a schema, or tool calls.
 
-`check_schema` reports, with its place, what is malformed, too large or unsupported. Whether a
-schema can be decoded is found when it is compiled. Pure.
+`check_schema` reports malformed, too large and unsupported parts with their place. Only compiling a
+schema shows whether it can be decoded. Pure.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Client of OpenEnv servers: HTTP routes that describe an environment, and WebSocket sessions.
 
-A session is a connection to `/ws` with an environment instance of its own on the server, and lasts
-for one episode. `SessionPool` opens sessions within the servers' capacity: a server that is full,
-or does not answer, is retried until a deadline. Nothing is retried after the start of an episode.
+A session is a connection to `/ws` with its own environment instance on the server, and lasts for
+one episode. `SessionPool` opens sessions within the servers' capacity: a server that is full, or
+does not answer, is retried until a deadline. Nothing is retried after the start of an episode.
 
 Data of a server is not trusted: messages are bounded and checked, redirects are not followed,
-compression is off, and texts are quoted in messages of ours, so that no control character reaches a
+compression is off, and texts are quoted in our messages, so that no control character reaches a
 terminal.
 """
 
