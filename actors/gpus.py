@@ -17,7 +17,7 @@ from ..schemas.node import Gpu, GroupKind
 from ..schemas.wire.errors import ConfigError
 
 _NONE = frozenset({"", "-1", "none", "void", "nodevfiles"})
-"""Values, in lower case, by which Slurm and container runtimes hide all GPUs."""
+"""Values, in lower case, with which Slurm and container runtimes hide all GPUs."""
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -27,7 +27,7 @@ class _Device:
     """A GPU, or a MIG instance of one."""
 
     index: int
-    """Of the whole GPU at the driver."""
+    """Index of the whole GPU at the driver."""
     handle: Any
     uuid: str
     card: Any
@@ -71,7 +71,7 @@ class Gpus:
         return int(major), int(minor)
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs with their use as of now.
+        """Return the GPUs with their present use.
 
         A GPU that the driver has lost keeps its last status, and is logged: the node continues with
         the others.
@@ -107,7 +107,7 @@ class Gpus:
         )
 
     def _numa(self, handle: Any) -> int | None:
-        """Return the NUMA node that a GPU is closest to; None if neither kernel nor NVML tells.
+        """Return the NUMA node closest to a GPU; None if neither kernel nor NVML reports it.
 
         Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory, which only machines
         such as Grace Hopper have.
@@ -158,7 +158,7 @@ class Gpus:
     def _peer(self, handle: Any, link: int) -> str:
         kind = self._nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
         if kind == self._nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            return self._bus(self._devices[0].card)  # all that reach it are one group
+            return self._bus(self._devices[0].card)  # all GPUs that it joins are one group
         return _text(self._nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
 
     def _bus(self, handle: Any) -> str:
@@ -186,9 +186,9 @@ def find_gpus(
 ) -> Gpus | None:
     """Return the GPUs that a node offers; None if there are none.
 
-    `names` lists them: by number, by UUID (`GPU-…`, `MIG-…`, or its unique beginning), or as an
-    instance of a GPU (`0:1`); `all` is all. None: those of CUDA_VISIBLE_DEVICES, or all. A GPU in
-    MIG mode stands for its instances. Raises ConfigError for a GPU that is not there.
+    `names` lists them by number, by UUID (`GPU-…`, `MIG-…`, or a unique prefix), or as an instance
+    of a GPU (`0:1`); `all` means all. None: those of CUDA_VISIBLE_DEVICES, or all. A GPU in MIG
+    mode stands for its instances. Raises ConfigError for a GPU that does not exist.
     """
     nvml = load()
     there = _devices(nvml) if nvml else []
@@ -210,7 +210,7 @@ def find_gpus(
 
 
 def _devices(nvml: Any) -> list[_Device]:
-    """List all GPUs; one in MIG mode by its instances."""
+    """List all GPUs, and the instances of a GPU in MIG mode."""
     devices: list[_Device] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         card = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -241,7 +241,7 @@ def _instances(nvml: Any, card: Any) -> list[Any] | None:
 
 
 def _select(name: str, there: Sequence[_Device], source: str) -> list[_Device]:
-    """Return the devices of one name of a list."""
+    """Return the devices that one name of a list means."""
     number, _, instance = name.partition(":")
     if number.isdigit() and (not instance or instance.isdigit()):
         matching = [device for device in there if device.index == int(number)]
@@ -274,7 +274,7 @@ def _select(name: str, there: Sequence[_Device], source: str) -> list[_Device]:
 def unseen_gpu(
     gpus: str, torch: str, torch_cuda: str | None, load: Callable[[], Any | None] = load_nvml
 ) -> ConfigError:
-    """Return why this process's torch, built for CUDA or for the CPU, sees none of its GPUs."""
+    """Return the error that explains why torch sees no GPU in this process."""
     if torch_cuda is None:
         return ConfigError(
             f"the node gave this process {gpus}, and torch {torch} is built for the CPU",

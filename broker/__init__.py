@@ -1,7 +1,7 @@
 """Everything that uses NATS: the connection, JetStream, and the stores that actors share. No torch.
 
-`client/` is the connection (log-in, requests, reconnecting), `jetstream/` the plain parts of its
-store. On them stand `tasks`, `rollouts`, `partial_rollouts`, `jobs`, `feed` and `presence`;
+`client/` is the connection (login, requests, reconnecting), `jetstream/` wraps streams, buckets and
+objects. `tasks`, `rollouts`, `partial_rollouts`, `jobs`, `feed` and `presence` are built on them;
 `calls` are the requests to scheduler, learner and auth service, `permissions` and `credentials` the
 right to send them.
 """

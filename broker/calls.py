@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Message)
 
 ATTEMPT_S = 5.0
-"""A request is sent again after this time; a late reply to the first one counts, too."""
+"""A request is sent again after this time; a late reply to an earlier attempt also counts."""
 _LEAST_S = 0.1
 _PAUSE_S = 0.1
 
@@ -61,7 +61,7 @@ async def call_service(
     absent: errors.BrokerError,
     waiting_for: str,
 ) -> R:
-    """Call a service of the pool; raises `absent` without an answer for `absent_s`."""
+    """Call a service of the pool; raises `absent` if nothing answers for `absent_s`."""
     patience, deadline = (time.monotonic() + seconds for seconds in (absent_s, timeout_s))
     while True:
         try:
@@ -86,7 +86,7 @@ async def repeated_call(
 ) -> R:
     """Return the first reply to a request that is sent every `attempt_s`.
 
-    `deadline` is one of `time.monotonic`. Raises what `call` raises.
+    `deadline` is a value of `time.monotonic`. Raises what `call` raises.
     """
     sent: set[asyncio.Task[R]] = set()
     try:
@@ -117,24 +117,24 @@ _TAKEOVER_S = 6.0
 
 
 def new_request_id() -> str:
-    """Return an id under which a submission can be sent again without making a second job."""
+    """Return an id that makes a repeated submission return the same job."""
     return new_id()
 
 
 class SchedulerCalls:
-    """The scheduler that leads; every call may be sent again."""
+    """Requests to the leading scheduler; every request may be repeated."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
 
     async def get(self, job: str) -> JobRecord:
-        """Return one job, by its id or the name of its run; raises NotFoundError."""
+        """Return one job by its id or its run's name; raises NotFoundError."""
         return await self._change("get", JobRequest(job=job))
 
     async def all_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
-        """Return all jobs, newest first, those that wait with their place in the queue.
+        """Return all jobs, newest first, with the queue position of waiting jobs.
 
-        `widest`: all users' jobs, for admins; `archived`: archived jobs, too.
+        `widest` includes all users' jobs (admins only), `archived` includes archived jobs.
         """
         records: list[JobRecord] = []
         after = ""
@@ -162,7 +162,7 @@ class SchedulerCalls:
     ) -> JobRecord:
         """Submit a job; the same `request_id` returns the same job.
 
-        `secrets` travel and are kept sealed, and are removed when the job ends.
+        `secrets` are sealed in transit and in storage, and are removed when the job ends.
         """
         request = SubmitRequest(
             request_id=request_id or new_request_id(),
@@ -186,7 +186,7 @@ class SchedulerCalls:
         fork_of: str | None = None,
         weights_only: bool = False,
     ) -> list[CheckResult]:
-        """Return the results of scheduler and nodes for a job, which is not submitted."""
+        """Return the checks of scheduler and nodes for a job without submitting it."""
         request = SubmitRequest(
             request_id=new_request_id(),
             kind=kind,
@@ -206,10 +206,10 @@ class SchedulerCalls:
     async def check_game(
         self, config: Mapping[str, Any], look: Literal["game", "model"] = "game"
     ) -> list[CheckResult]:
-        """Return the results of a node of the pool that plays a job's game without a model.
+        """Return the results of a node that plays a job's game without a model.
 
         With `look="model"` the node inspects model, template, adapter and conversations with the
-        code of the run; the list is empty if no node can. Raises GameError where none could play,
+        code of the run; the list is empty if no node can. Raises GameError if no node could play,
         and what `submit` raises for such a job.
         """
         from ..schemas.node import GameCheckRequest
@@ -222,7 +222,7 @@ class SchedulerCalls:
 
     async def _sealed(self, secrets: "Mapping[SecretName, str]") -> bytes:
         from ..schemas.job import JobSecrets, SealingKey
-        from .credentials import close_seal  # only who has a secret loads the cryptography
+        from .credentials import close_seal  # the cryptography is imported only for secrets
 
         key = await self._call_scheduler("key", Empty(), SealingKey)
         return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
@@ -234,7 +234,7 @@ class SchedulerCalls:
         )
 
     async def stop(self, job: str, *, now: bool = False, complete: bool = False) -> JobRecord:
-        """Stop a job, with a checkpoint unless `now`."""
+        """Stop a job, with a final checkpoint unless `now`."""
         return await self._change("stop", StopRequest(job=job, now=now, complete=complete))
 
     async def pause(self, job: str) -> JobRecord:
@@ -242,21 +242,21 @@ class SchedulerCalls:
         return await self._change("pause", JobRequest(job=job))
 
     async def archive(self, job: str) -> JobRecord:
-        """Put the streams of a job that has ended into its run folder."""
+        """Move the streams of an ended job into its run folder."""
         return await self._change("archive", JobRequest(job=job))
 
     async def unarchive(self, job: str) -> JobRecord:
-        """Bring the streams of an archived job back."""
+        """Restore the streams of an archived job."""
         return await self._change("unarchive", JobRequest(job=job))
 
     async def delete(self, job: str) -> JobRecord:
-        """Remove a job that has ended, with all that is stored of it."""
+        """Delete an ended job with all its stored data."""
         return await self._change("delete", JobRequest(job=job))
 
     async def resume(self, job: str, config: Mapping[str, Any] | None = None) -> JobRecord:
-        """Continue a paused job, or one that has ended, from its last checkpoint.
+        """Continue a paused or ended job from its last checkpoint.
 
-        `config` changes the configuration of a job that has ended, and is refused otherwise.
+        `config` changes the configuration of an ended job, and is refused for other jobs.
         """
         return await self._change("resume", ResumeRequest(job=job, config=dict(config or {})))
 
@@ -267,7 +267,7 @@ class SchedulerCalls:
         return await self._change("scale", ScaleRequest(job=job, role=role, count=count))
 
     async def priority(self, job: str, priority: int) -> JobRecord:
-        """Change the priority of a job that waits."""
+        """Change the priority of a waiting job."""
         return await self._change("priority", PriorityRequest(job=job, priority=priority))
 
     async def label(
@@ -278,7 +278,7 @@ class SchedulerCalls:
         group: str | None = None,
         notes: str | None = None,
     ) -> JobRecord:
-        """Change tags, notes or group of a job; None leaves them, an empty group removes it.
+        """Change tags, notes or group of a job; None keeps a value, an empty group removes it.
 
         Raises MessageError for invalid tags and groups.
         """
@@ -293,7 +293,7 @@ class SchedulerCalls:
         return (await self._call_scheduler("nodes", Empty(), NodeList)).nodes
 
     async def machines(self) -> "MachineList":
-        """Return the state of the requests for machines of a cluster."""
+        """Return the state of the requests for cluster machines."""
         from ..schemas.machines import MachineList
 
         return await self._call_scheduler("machines", Empty(), MachineList)
@@ -315,19 +315,19 @@ class SchedulerCalls:
         return await self._call_scheduler("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> "DamagedRecords":
-        """Return the user's records that cannot be read; of the whole pool for admins."""
+        """Return the user's unreadable records, or those of the whole pool for admins."""
         from ..schemas.node import DamagedRecords
 
         return await self._call_scheduler("damaged", Empty(), DamagedRecords)
 
     async def trouble(self) -> str:
-        """Return what blocks the pool, as its scheduler sees it; empty if nothing does."""
+        """Return the scheduler's description of what blocks the pool; empty if nothing does."""
         from ..schemas.node import NodeList
 
         return (await self._call_scheduler("nodes", Empty(), NodeList)).trouble
 
     async def quota(self) -> "QuotaReply":
-        """Return the quota of the user's jobs, and their usage."""
+        """Return the user's quota and its usage."""
         from ..schemas.user import QuotaReply
 
         return await self._call_scheduler("quota", Empty(), QuotaReply)
@@ -336,7 +336,7 @@ class SchedulerCalls:
         return (await self._call_scheduler(method, request, JobReply)).record
 
     async def _call_scheduler(self, method: str, request: Message, reply: type[R]) -> R:
-        """Call a method of the leading scheduler, again while it is busy."""
+        """Call a method of the leading scheduler; repeat the call while it is busy."""
         patience = time.monotonic() + _TAKEOVER_S
         while True:
             try:
@@ -366,17 +366,17 @@ _LIVE = frozenset({"RUNNING", "PAUSED"})
 
 
 async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
-    """Have the learner of a job write a checkpoint between two steps; return its folder there.
+    """Request a checkpoint from a job's learner between two steps; return its folder there.
 
-    Raises StateError for a job that does not train, StorageError when the disk is full,
-    DeadlineError after ten minutes.
+    Raises StateError for a job that does not train, StorageError for a full disk, DeadlineError
+    after ten minutes.
     """
     _refuse_idle(
         record,
         "checkpoint to write",
         "ask while a training job runs; one that ends has written its last checkpoint",
     )
-    from ..schemas.control import ControlRequest  # `tinkermq ps` does without it
+    from ..schemas.control import ControlRequest  # `tinkermq ps` does not need it
 
     request = ControlRequest(verb="checkpoint", reason="asked for")
     reply = await _control_learner(broker, record, request, "checkpoint")
@@ -390,10 +390,10 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
 
 
 async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str]:
-    """Have the learner of a job write torch's traces of its next steps; return their files there.
+    """Request torch traces of the next steps from a job's learner; return their files there.
 
-    There are fewer when the run ends before. Raises ConfigError for too many, StateError for
-    a job that does not train, StorageError for a full disk, DeadlineError after ten minutes.
+    There are fewer when the run ends before. Raises ConfigError for too many, StateError for a job
+    that does not train, StorageError for a full disk, DeadlineError after ten minutes.
     """
     from ..schemas.control import MAX_TRACED_STEPS, ControlRequest
 
@@ -412,10 +412,10 @@ _MEMORY_S = 10.0
 
 
 async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlReply]":
-    """Return the memory of each actor of a job; actors that do not answer are left out.
+    """Return the memory of each actor of a job; actors that do not answer are omitted.
 
-    A reply's detail has `memory`, as Linux counts it, and `parts`, as the actor itself counts it.
-    Raises StateError for a job that does not run.
+    A reply's detail has `memory`, as Linux counts it, and `parts`, as the actor counts it. Raises
+    StateError for a job that does not run.
     """
     if record.state not in _LIVE:
         raise errors.StateError(
@@ -468,13 +468,13 @@ async def _control_learner(
 
 USERS_TIMEOUT_S = 20.0
 _BACK_S = 6.0
-"""How long the auth service of a pool with users may be away."""
+"""How long the auth service of a pool with users may be absent."""
 
 
 async def ask_users(broker: Broker, method: str, request: Message, reply: type[R]) -> R:
-    """Send a request on `rpc.<user>.users.<method>`, again until it is answered.
+    """Send a request on `rpc.<user>.users.<method>`; repeat it until it is answered.
 
-    Raises AuthError where only admins may, BrokerError at a pool without users.
+    Raises AuthError for requests that only admins may send, BrokerError in a pool without users.
     """
     return await call_service(
         broker,

@@ -1,7 +1,8 @@
-"""The secrets of a pool with authentication: files that `tinkermq init` writes, for the owner only.
+"""The secrets of a pool with authentication: files written by `tinkermq init`, readable by the
+owner.
 
-`<service>.creds` proves a service to the broker; `issuer.nk` signs what the auth service answers,
-`callout.nk` and `sys.nk` are its connections to the broker's other accounts, `job.key` signs the
+`<service>.creds` authenticates a service at the broker; `issuer.nk` signs the auth service's
+answers, `callout.nk` and `sys.nk` are its keys for the broker's other accounts, `job.key` signs the
 keys of job processes. The server's configuration holds public keys only.
 """
 
@@ -27,7 +28,7 @@ ACCOUNT = "TMQ"
 SECRETS_VARIABLE = "TINKERMQ_SECRETS"
 _AUTH_ACCOUNT = "AUTH"
 MAX_SUBSCRIPTIONS = 8192
-"""Of any connection, until the auth service has looked at it."""
+"""Bound for any connection until the auth service has checked it."""
 _SYSTEM_ACCOUNT = "SYS"
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _AUTH_TIMEOUT_S = 5
@@ -42,11 +43,11 @@ class PoolSecrets:
 
     @property
     def exist(self) -> bool:
-        """Whether `tinkermq init` was here."""
+        """Whether `tinkermq init` has written the secrets."""
         return (self.folder / "issuer.nk").exists()
 
     def create(self, admin: str, key_days: float) -> str:
-        """Make all secrets and the first admin; return the admin's key, which is kept nowhere.
+        """Make all secrets and the first admin; return the admin's key, which is not stored.
 
         Raises StateError when there are secrets already, StorageError.
         """
@@ -86,7 +87,7 @@ class PoolSecrets:
 
     @property
     def accounts(self) -> Path:
-        """What the configuration of a nats-server of one's own includes; it holds no secret."""
+        """File that the configuration of a separate nats-server includes; it holds no secret."""
         return self.folder.parent / "accounts.conf"
 
     def credentials(self, service: str) -> Path:
@@ -102,11 +103,11 @@ class PoolSecrets:
         return bytes.fromhex(self._read("job.key"))
 
     def first_admin(self) -> UserRecord:
-        """Return the admin whom `create` made."""
+        """Return the admin that `create` made."""
         return UserRecord.model_validate_json(self._read("first-admin.json"))
 
     def server_config(self) -> str:
-        """Return what the configuration of nats-server needs: accounts, services, callout."""
+        """Return the configuration that nats-server needs: accounts, services, callout."""
         services = {name: _public(self._read(f"{name}.creds").split()[1]) for name in SERVICES}
         callout, system = (_public(self.seed(name)) for name in ("callout", "sys"))
         users = [{"nkey": key, "permissions": _in_config(name)} for name, key in services.items()]
@@ -146,7 +147,7 @@ class PoolSecrets:
 
 
 def expiry(now: float, days: float) -> float | None:
-    """Return when a key ends that is made now; 0 days: never."""
+    """Return when a key made now expires; 0 days: never."""
     return now + days * 86_400 if days else None
 
 
@@ -163,13 +164,13 @@ def _public(seed: str) -> str:
     return nkeys.from_seed(bytearray(seed.encode())).public_key.decode()
 
 
-# Sealed boxes: anybody can close one to a public key, only its owner can open it (X25519).
+# Sealed boxes: anybody can encrypt to a public key, only its owner can decrypt (X25519).
 
 __all__ = ["Seal", "close_seal"]
 
 
 class Seal:
-    """A private key that opens what was sealed to its public one."""
+    """A private key that decrypts texts sealed to its public key."""
 
     def __init__(self, private: bytes) -> None:
         """Take 32 secret bytes."""
@@ -177,14 +178,14 @@ class Seal:
 
     @property
     def public(self) -> bytes:
-        """What clients seal to."""
+        """The public key to which clients seal."""
         return bytes(self._key.public_key)
 
     def open(self, sealed: bytes, user: str) -> JobSecrets:
-        """Return what a user has sealed.
+        """Return the secrets that a user has sealed.
 
-        Raises AuthError, without the content, for text that was not sealed to this key
-        or that another user has sealed.
+        Raises AuthError, without the content, for text that was not sealed to this key or that
+        another user has sealed.
         """
         try:
             secrets = JobSecrets.from_bytes(SealedBox(self._key).decrypt(sealed))
@@ -196,7 +197,7 @@ class Seal:
 
 
 def close_seal(public: bytes, secrets: JobSecrets) -> bytes:
-    """Return secrets that only the owner of the key can open."""
+    """Return secrets sealed so that only the owner of the key can open them."""
     return SealedBox(PublicKey(public)).encrypt(secrets.to_bytes())
 
 

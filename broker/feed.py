@@ -1,7 +1,7 @@
 """Metrics, events and log lines, from the actors of a job to its followers.
 
 They are stored in two bounded streams that drop their oldest entries, so a client that connects
-late, or again, sees what happened before.
+late or reconnects can read earlier entries.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ _log = structlog.get_logger()
 
 
 async def publish_metric(broker: Broker, scope: JobScope, metric: Metric) -> None:
-    """Store the numbers of one step."""
+    """Store the metrics of one step."""
     await _publish(broker, scope.metric, metric)
 
 
 async def publish_event(
     broker: Broker, scope: JobScope, event: Event, *, message_id: str = ""
 ) -> None:
-    """Store an event of the job; of two with the same `message_id` only the first.
+    """Store an event of the job; a repeated `message_id` is stored once.
 
     The server remembers ids for some minutes, and they stay in the messages' headers.
     """
@@ -61,17 +61,17 @@ async def publish_trace(broker: Broker, scope: JobScope, trace: StepTrace) -> No
 
 
 async def publish_log(broker: Broker, scope: JobScope, lines: LogLines) -> None:
-    """Store lines that an actor wrote."""
+    """Store an actor's log lines."""
     await _publish(broker, scope.log(lines.actor), lines)
 
 
 async def publish_dead(broker: Broker, scope: JobScope, letter: DeadLetter) -> None:
-    """Store a task that was given up, with its last error."""
+    """Store a failed task with its last error."""
     await _publish(broker, scope.dead, letter)
 
 
 async def _publish(broker: Broker, subject: str, message: Message, message_id: str = "") -> None:
-    """Store a message; the id keeps a repeated one from being stored twice."""
+    """Store a message; a repeated id is stored once."""
     await broker.append(
         subject,
         message.to_bytes(),
@@ -82,24 +82,24 @@ async def _publish(broker: Broker, subject: str, message: Message, message_id: s
 
 
 async def read_metrics(broker: Broker, scope: JobScope) -> list[Metric]:
-    """Return all metrics that are stored, in order; malformed ones are left out and logged."""
+    """Return all stored metrics, in order; malformed ones are skipped and logged."""
     return await _read_all(broker, scope.stream_feed, scope.metric, Metric)
 
 
 async def read_events(broker: Broker, scope: JobScope) -> list[Event]:
-    """Return all events that are stored, in order; malformed ones are left out and logged."""
+    """Return all stored events, in order; malformed ones are skipped and logged."""
     return await _read_all(broker, scope.stream_feed, scope.event, Event)
 
 
 async def read_traces(broker: Broker, scope: JobScope, newest: int) -> list[StepTrace]:
-    """Return so many of the newest traces, in order; malformed ones are left out and logged."""
+    """Return at most `newest` last traces, in order; malformed ones are skipped and logged."""
     state = (await stream_info(broker, scope.stream_trace))["state"]
     first = max(int(state["last_seq"]) - newest + 1, 1)
     return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace, first)
 
 
 async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:
-    """Return the tasks that were given up, in order; malformed ones are left out and logged."""
+    """Return the failed tasks, in order; malformed ones are skipped and logged."""
     return await _read_all(broker, scope.stream_dead, scope.dead, DeadLetter)
 
 
@@ -117,9 +117,9 @@ async def _read_all(
 async def stored_metrics(
     broker: Broker, scope: JobScope, from_seq: int = 1
 ) -> AsyncGenerator[tuple[int, Metric], None]:
-    """Yield the sequence and the content of each metric stored by now, in bounded batches.
+    """Yield sequence and content of each metric stored by now, in bounded batches.
 
-    For feeds too long for `read_metrics`. Malformed ones are left out and logged.
+    For feeds too long for `read_metrics`. Malformed ones are skipped and logged.
     """
     newest = await get_last(broker, scope.stream_feed, scope.metric)
     last = newest.seq if newest is not None else 0
@@ -132,7 +132,7 @@ async def stored_metrics(
 
 
 async def stored_lines(broker: Broker, scope: JobScope) -> AsyncGenerator[LogLines, None]:
-    """Yield the log lines stored by now; malformed ones are left out and logged.
+    """Yield the log lines stored by now; malformed ones are skipped and logged.
 
     Raises NotFoundError for a run without a log.
     """
@@ -173,9 +173,9 @@ async def follow(
 ) -> AsyncGenerator[FeedMessage, None]:
     """Yield metrics, events and log lines as they are stored, and end once `stop` is set.
 
-    What is stored by then still comes. Each kind comes in order and without gaps, also across
-    restarts of the server; what was discarded before it was read, of a log or of metrics and
-    events, is an event of its own. Without `from_start` only what is stored once `started` is set.
+    Entries stored before `stop` are still yielded. Each kind is complete and in order, also across
+    server restarts; an event reports entries (of a log, or metrics and events) that were discarded
+    before they were read. Without `from_start`, begins with entries stored after `started` is set.
     Leave it through `contextlib.aclosing`.
 
     Raises NotFoundError when the job is gone.
@@ -201,7 +201,7 @@ async def follow(
 
 
 async def _until_read(readers: list[StreamReader], stop: asyncio.Event) -> None:
-    """Wait for a stop, and until all that is stored by then has been yielded."""
+    """Wait for `stop`, and until all entries stored by then have been yielded."""
     await stop.wait()
     for reader in readers:
         await reader.catch_up()
@@ -210,7 +210,7 @@ async def _until_read(readers: list[StreamReader], stop: asyncio.Event) -> None:
 async def _next(
     queue: "asyncio.Queue[FeedMessage]", tasks: "set[asyncio.Task[object]]"
 ) -> FeedMessage | None:
-    """Return the next message, or None at the end; raise what a reader raised."""
+    """Return the next message, or None at the end; raise a reader's exception."""
     if not queue.empty():
         return queue.get_nowait()
     getting = asyncio.create_task(queue.get())
@@ -229,7 +229,7 @@ async def _next(
 async def _pump(
     reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]", is_whole: bool
 ) -> None:
-    """Queue the messages of a reader; of a whole stream, an event reports missing ones."""
+    """Queue a reader's messages; if it reads a whole stream, an event reports missing ones."""
     expected = reader.next_seq
     async with aclosing(reader.messages()) as messages:
         async for stored in messages:
@@ -249,7 +249,7 @@ def _discarded(num: int) -> Event:
 def _readers(
     broker: Broker, scope: JobScope, kinds: Collection[FeedKind], from_start: bool
 ) -> list[tuple[StreamReader, bool]]:
-    """Return readers, and whether each reads the whole of its stream."""
+    """Return readers, and whether each reads its whole stream."""
     first = 1 if from_start else None
     by_kind = {"metric": scope.metric, "event": scope.event}
     subjects = [subject for kind, subject in by_kind.items() if kind in kinds]
@@ -264,19 +264,19 @@ def _readers(
 
 
 def parse_feed_message(stored: StoredMessage, scope: JobScope) -> FeedMessage | None:
-    """Return what a message of a job's feed or log holds; None for a malformed one."""
+    """Parse a message of a job's feed or log; None for a malformed one."""
     models: dict[str, type[Metric | Event]] = {scope.metric: Metric, scope.event: Event}
     return parse_message(stored, models.get(stored.subject, LogLines))
 
 
 def parse_all(messages: Iterable[StoredMessage], model: type[M]) -> list[M]:
-    """Return what messages hold; malformed ones are left out and logged."""
+    """Parse messages; malformed ones are skipped and logged."""
     parsed = (parse_message(message, model) for message in messages)
     return [message for message in parsed if message is not None]
 
 
 def parse_message(stored: StoredMessage, model: type[M]) -> M | None:
-    """Return what a message holds; None for a malformed one, which is logged."""
+    """Parse a message; None for a malformed one, which is logged."""
     try:
         return model.from_bytes(stored.payload, at=stored.subject)
     except MessageError as error:
@@ -291,16 +291,16 @@ class ValidationScore(NamedTuple):
     """The score of a version's validation."""
 
     mean: float
-    """Mean return of the episodes that ended."""
+    """Mean return of the finished episodes."""
     worst: float
-    """The lowest of them."""
+    """Lowest return of the finished episodes."""
     num_episodes: float
     num_missing: float
-    """Episodes that failed, or had not ended at the deadline."""
+    """Episodes that failed, or had not finished at the deadline."""
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> "ValidationScore | None":
-        """Return the score of a version with these metrics; None where no episode ended."""
+        """Return the score in a version's metrics; None if no episode finished."""
         if "val/mean_score" not in values:
             return None
         mean = values["val/mean_score"]
@@ -313,9 +313,9 @@ class ValidationScore(NamedTuple):
 
 
 async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationScore]:
-    """Return the validation score of each version of a run that was evaluated.
+    """Return the validation score of each evaluated version of a run.
 
-    Raises BrokerError, NotFoundError where there is no bucket of evaluations.
+    Raises BrokerError, NotFoundError if there is no bucket of evaluations.
     """
     entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
     scores = {entry.value.version: ValidationScore.of(entry.value.values) for entry in entries}
@@ -323,11 +323,10 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationSc
 
 
 def best_of(scores: Mapping[int, ValidationScore], versions: Iterable[int]) -> int | None:
-    """Return which of these versions has the highest score, the earliest of equals; None if none.
+    """Return the version with the highest score, the earliest of equals; None if there is none.
 
-    Episodes that a validation lacks count as the worst that any version had: what is cut off at a
-    deadline are the long ones, which tell more than a mean of the others. A score that is not a
-    number counts for nothing.
+    Missing episodes count as the worst return of any version: a deadline cuts off long episodes, so
+    the mean of the others is biased. A score that is not a number is ignored.
     """
     known = {version: score for version, score in scores.items() if not math.isnan(score.mean)}
     worst = min((score.worst for score in known.values()), default=0.0)
@@ -348,8 +347,8 @@ RECENT_ENTRIES = 40
 async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
     """Return the newest value of each metric among the last entries of a run's feed.
 
-    `step` is that of the newest one, whatever stands under this name among its values. Raises
-    NotFoundError when the run's streams are gone.
+    `step` is that of the newest entry, even if a metric has this name. Raises NotFoundError when
+    the run's streams are gone.
     """
     state = (await stream_info(broker, scope.stream_feed))["state"]
     first = max(int(state["first_seq"]), int(state["last_seq"]) - RECENT_ENTRIES, 1)
@@ -364,7 +363,7 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
 
 
 def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the columns of a run for lists, from its record and its newest values."""
+    """Return a run's columns for lists, from its record and its newest values."""
     live = record.state not in FINAL_STATES
     return {
         "job": record.job,

@@ -1,11 +1,11 @@
-"""Job records: kept in a KV bucket, changed by compare-and-set, every change of state an event.
+"""Job records: stored in a KV bucket, changed by compare-and-set, with an event per state change.
 
 The record holds the whole state of a job: a restarted scheduler reads it and continues. Only moves
-of `MAY_FOLLOW` are made. A move's event is written into the record with the move and removed once
-published, so that a kill in between does not lose it.
+of `MAY_FOLLOW` are allowed. A move writes its event into the record, which is removed from there
+once published, so that a kill in between does not lose it.
 
-Records of archived jobs are in a separate bucket without watchers, so that their number costs live
-jobs nothing. A move writes first and then deletes; if both buckets have a record, the one in the
+Records of archived jobs are in a separate bucket without watchers, so that they cost live jobs
+nothing. A move between buckets writes first and then deletes; if both have a record, the one in the
 bucket of jobs counts.
 """
 
@@ -40,7 +40,7 @@ Wrote = Callable[[Entry[JobRecord]], None]
 
 
 def _forget(_: Entry[JobRecord]) -> None:
-    """Do nothing with a written record."""
+    """Ignore a written record."""
 
 
 class JobStore:
@@ -55,7 +55,7 @@ class JobStore:
         self._requests = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
 
     async def asked_before(self, user: str, request_id: str) -> str | None:
-        """Return the id of the job that a submission has made already, or None."""
+        """Return the id of the job that this submission has already made, or None."""
         entry = await self._requests.get(f"{user}.{request_id}")
         return None if entry is None else entry.value.job
 
@@ -83,7 +83,7 @@ class JobStore:
         return record
 
     async def get(self, user: str, name: str) -> JobRecord:
-        """Return a job of `user` by its id or by the name of its run.
+        """Return a job of `user` by its id or its run's name.
 
         Raises NotFoundError.
         """
@@ -96,16 +96,16 @@ class JobStore:
         return record
 
     async def find_by_id(self, user: str, job: str) -> JobRecord | None:
-        """Return a job of `user` by its id, be it archived, or None."""
+        """Return a job of `user`, archived or not, or None."""
         key = JobScope(user, job).key
-        for bucket in (self._jobs, self._archive, self._jobs):  # it may be brought back meanwhile
+        for bucket in (self._jobs, self._archive, self._jobs):  # it may be unarchived meanwhile
             entry = await bucket.get(key)
             if entry is not None:
                 return entry.value
         return None
 
     async def find(self, user: str, name: str) -> JobRecord | None:
-        """Return a job of `user`, be it archived, by its id or the name of its run, or None."""
+        """Return a job of `user`, archived or not, by its id or its run's name, or None."""
         record = await self.find_by_id(user, name)
         if record is not None:
             return record
@@ -116,7 +116,7 @@ class JobStore:
         return None
 
     async def list_jobs(self, user: str = "") -> list[JobRecord]:
-        """Return all jobs that are not archived, or those of one user, newest first."""
+        """Return all jobs, or those of one user, newest first, without archived ones."""
         return await _newest_first(self._jobs, user)
 
     async def list_archived(self, user: str = "") -> list[JobRecord]:
@@ -152,7 +152,7 @@ class JobStore:
         return await self.update(record, move)
 
     async def publish_events(self, record: JobRecord) -> None:
-        """Publish the events in a record; a repeated one is stored once.
+        """Publish the events in a record; a repeated event is stored once.
 
         Raises BrokerError, DeadlineError.
         """
@@ -160,7 +160,7 @@ class JobStore:
             once = f"{event.kind} {event.time!r}"
             try:
                 await publish_event(self._broker, record.scope, event, message_id=once)
-            except NotFoundError as error:  # its streams were deleted: the record still counts
+            except NotFoundError as error:  # its streams were deleted: the record is still updated
                 _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
     async def mark_published(
@@ -168,8 +168,8 @@ class JobStore:
     ) -> JobRecord:
         """Remove the published events of `record` from the job's record.
 
-        The version is entered with it, if it is higher than that of the record, and
-        `stored_bytes`, what its streams hold, of a job that has ended.
+        Also sets the version, if it is higher than that of the record, and, for an ended job,
+        `stored_bytes`, the size of its streams.
         """
 
         def take_out(current: JobRecord) -> JobRecord:
@@ -184,10 +184,9 @@ class JobStore:
     async def update(
         self, record: JobRecord, change: Callable[[JobRecord], JobRecord]
     ) -> JobRecord:
-        """Replace a record by `change` of it, again while others write first; return the new one.
+        """Replace a record by `change` of it; repeat this after conflicts; return the new one.
 
-        Nothing is written when `change` returns its argument. The state is changed by
-        `transition` only.
+        Nothing is written when `change` returns its argument. Only `transition` changes the state.
         """
         key = record.scope.key
 
@@ -204,7 +203,7 @@ class JobStore:
         return entry.value
 
     async def move_to_archive(self, record: JobRecord) -> JobRecord | None:
-        """Move the record of a job that was archived out of the bucket of jobs.
+        """Move the record of an archived job out of the bucket of jobs.
 
         Returns the archived record, None if it was deleted. Raises ConflictError if another writer
         changed it or requested something else meanwhile.
@@ -223,15 +222,15 @@ class JobStore:
         return away
 
     async def take_back(self, record: JobRecord, removal: Removal) -> JobRecord:
-        """Move the record of an archived job back, with the request for it.
+        """Move the record of an archived job back, marked with the request `removal`.
 
-        Harmless when it is there already.
+        Harmless when repeated.
         """
         marked = record.model_copy(update={"removal": removal, "refused": ""})
         key = record.scope.key
         try:
             self._wrote(Entry(key, marked, await self._jobs.create(key, marked)))
-        except ConflictError:  # an earlier try of the same request
+        except ConflictError:  # an earlier attempt of the same request
             marked = await self.update(
                 record, lambda now: now.model_copy(update={"removal": removal})
             )
@@ -239,7 +238,7 @@ class JobStore:
         return marked
 
     async def remove(self, record: JobRecord) -> None:
-        """Remove the record of a job, and the submissions that made it; harmless when gone."""
+        """Remove the record of a job and its submissions; harmless when gone."""
         await self._archive.purge(record.scope.key)
         for entry in await self._requests.items(record.user):
             if entry.value.job == record.job:
@@ -255,7 +254,7 @@ async def _newest_first(bucket: Bucket[JobRecord], user: str) -> list[JobRecord]
 
 
 def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
-    """Return the event of a job that has reached its state."""
+    """Return the event for a job's new state."""
     return Event(
         kind=f"job_{record.state.lower()}",
         source=who,
@@ -266,12 +265,12 @@ def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
 
 
 def _short(reason: str) -> str:
-    """Return a reason, cut to what a record holds: an error's text may be of any length."""
+    """Return a reason, cut to the record's limit: an error's text may have any length."""
     return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}…"
 
 
 def is_final(record: JobRecord) -> bool:
-    """Whether the job has ended."""
+    """Return whether the job has ended."""
     return record.state in FINAL_STATES
 
 
@@ -286,7 +285,7 @@ def _check_move(record: JobRecord, state: JobState) -> None:
 
 
 def _times(record: JobRecord, state: JobState) -> dict[str, Any]:
-    """Return the time stamps that a move sets."""
+    """Return the timestamps that a move sets."""
     if state == "RUNNING" and record.started is None:
         return {"started": time.time()}
     if state in FINAL_STATES:

@@ -1,10 +1,10 @@
 """Rollouts kept in the run's folder, where they outlive the broker.
 
-The log is trimmed behind checkpoints, and goes when a run is archived. So at each checkpoint some
-groups of what was trained since the one before are put into the run's folder, and at the end the
-newest of the log, within a bound in bytes: over it every other one of the older half is removed,
-so that what is left is spread over the run. Each is a file `rollouts/SEQ-STEP-TASK.group` that
-holds the entry's bytes; STEP is 0 for one that was not trained.
+The log is trimmed behind checkpoints, and is removed when a run is archived. So at each checkpoint
+some groups trained since the previous one are copied into the run's folder, and at the end the
+newest of the log, within a bound in bytes: beyond it, every other one of the older half is removed,
+so that the rest is spread over the run. Each is a file `rollouts/SEQ-STEP-TASK.group` with the
+entry's bytes; STEP is 0 for a group that was not trained.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _LARGEST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptAt:
-    """A group in the folder of a run."""
+    """A group in a run's folder."""
 
     seq: int
     """Its sequence in the log."""
@@ -42,10 +42,10 @@ class KeptAt:
     num_bytes: int
     run_dir: Path
     name: str
-    """Relative to the folder of the run."""
+    """Its path relative to the run's folder."""
 
     def message(self) -> StoredMessage | None:
-        """Return its entry of the log; None if the file is gone or invalid."""
+        """Return its log entry; None if the file is gone or invalid."""
         try:
             with Folder(self.run_dir) as folder:
                 payload = folder.read(self.name, _LARGEST_BYTES)
@@ -55,9 +55,9 @@ class KeptAt:
 
 
 def kept_rollouts(run_dir: str | Path) -> list[KeptAt]:
-    """Return what the folder of a run holds, in the order of the log, links left out.
+    """Return the groups in a run's folder, in the order of the log; links are skipped.
 
-    There is none for a run whose folder is not on this machine, or cannot be read.
+    Returns none if the folder is not on this machine or cannot be read.
     """
     files: list[KeptAt] = []
     if not run_dir:
@@ -75,7 +75,7 @@ def kept_rollouts(run_dir: str | Path) -> list[KeptAt]:
 
 
 def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int | None) -> None:
-    """Put an entry of the log into the folder of a run, whole or not at all.
+    """Write a log entry into a run's folder, atomically.
 
     Raises OSError when it cannot be written.
     """
@@ -84,7 +84,7 @@ def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int |
 
 
 def thin_out(run_dir: Path, most_bytes: int) -> None:
-    """Remove groups down to `most_bytes`: every other one of the older half first."""
+    """Remove groups until at most `most_bytes` remain: every other one of the older half first."""
     entries: list[KeptAt] = kept_rollouts(run_dir)
     while entries and sum(entry.num_bytes for entry in entries) > most_bytes:
         older = entries[: max(1, len(entries) // 2)]
@@ -102,7 +102,7 @@ def spread(behind: int, last: int, most: int) -> list[int]:
     return sorted(range(last, behind, -every))
 
 
-# Putting rollouts of a run into its folder: some at each checkpoint, the newest at its end.
+# Copy rollouts of a run into its folder: some at each checkpoint, the newest at its end.
 
 _PER_CHECKPOINT = 8
 _AT_ONCE = 8
@@ -110,10 +110,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class RolloutKeeper:
-    """Keeps rollouts of one run in its folder, for people; failures are logged only."""
+    """Copies rollouts of one run into its folder for inspection; failures are only logged."""
 
     def __init__(self, broker: Broker, scope: JobScope, run_dir: Path, most_bytes: int) -> None:
-        """Keep at most `most_bytes`; 0: nothing."""
+        """Keep at most `most_bytes`; 0: keep none."""
         self._log = RolloutLog(broker, scope)
         self._batches = BatchLog(broker, scope)
         self._run_dir = run_dir
@@ -121,7 +121,7 @@ class RolloutKeeper:
         self._batch_seq = 0
 
     async def sample(self, batch_seq: int) -> None:
-        """Keep some groups of the steps since the last call, up to this record of the batch log."""
+        """Keep some groups of the steps since the last call, up to this batch record."""
         if not self._most_bytes or batch_seq <= self._batch_seq:
             return
         behind, self._batch_seq = self._batch_seq, batch_seq
@@ -145,7 +145,7 @@ class RolloutKeeper:
             self._not_kept(error)
 
     async def _keep(self, seqs: Sequence[int], steps: Mapping[int, int], most_bytes: int) -> None:
-        """Put entries into the folder, the first ones first, until they have so many bytes."""
+        """Write entries into the folder in this order, up to so many bytes."""
         there = {entry.seq for entry in await asyncio.to_thread(kept_rollouts, self._run_dir)}
         for at in range(0, len(seqs), _AT_ONCE):
             missing = (seq for seq in seqs[at : at + _AT_ONCE] if seq not in there)
@@ -171,16 +171,16 @@ def _one_of(record: BatchRecord) -> int:
     return record.seqs[record.step % len(record.seqs)]
 
 
-# The rollouts of a run, wherever they are: in its log, and older ones in its folder.
+# The rollouts of a run: in its log, and older ones in its folder.
 
 
 class RunRollouts:
-    """Entries of a run's log by sequence, also of one that was trimmed, archived or lost."""
+    """Entries of a run's log by sequence, also after the log was trimmed, archived or lost."""
 
     def __init__(
         self, log: RolloutLog | None, first: int, last: int, in_folder: list[KeptAt]
     ) -> None:
-        """The log holds `first` to `last`; entries `in_folder` within them are not used."""
+        """The log holds `first` to `last`; entries `in_folder` within this range are ignored."""
         self._log = log
         self.first, self.last = first, last
         outside = [entry for entry in in_folder if not first <= entry.seq <= last]
@@ -192,7 +192,7 @@ class RunRollouts:
 
     @classmethod
     async def open(cls, broker: Broker, scope: JobScope, run_dir: str) -> "RunRollouts":
-        """Open the entries of a run; if its streams were removed, those of its folder."""
+        """Open the entries of a run; if its streams were removed, only those of its folder."""
         in_folder = await asyncio.to_thread(kept_rollouts, run_dir)
         log = RolloutLog(broker, scope)
         try:
@@ -203,7 +203,7 @@ class RunRollouts:
 
     @classmethod
     def of_folder(cls, run_dir: str | Path) -> "RunRollouts":
-        """Return what the folder of a run holds, without a broker."""
+        """Open the entries of a run's folder, without a broker."""
         return cls(None, 1, 0, kept_rollouts(run_dir))
 
     def __len__(self) -> int:
@@ -211,7 +211,7 @@ class RunRollouts:
         return sum(len(part) for part in self._parts)
 
     def before(self, seq: int | None, most: int) -> list[int]:
-        """Return the newest sequences below one (None: of all), newest first."""
+        """Return the newest sequences below `seq` (None: of all), newest first."""
         seqs: list[int] = []
         for part in reversed(self._parts):
             end = len(part) if seq is None else bisect_left(part, seq)
@@ -221,7 +221,7 @@ class RunRollouts:
         return seqs
 
     def after(self, seq: int) -> int | None:
-        """Return the next sequence behind one; None at the end."""
+        """Return the next sequence after `seq`; None at the end."""
         for part in self._parts:
             place = bisect_left(part, seq + 1)
             if place < len(part):
@@ -230,7 +230,7 @@ class RunRollouts:
 
     @property
     def steps(self) -> dict[int, int]:
-        """The step that trained each entry of the folder; the batch log has the others."""
+        """The step that trained each entry in the folder; the batch log has those of the others."""
         return {seq: entry.step for seq, entry in self._in_folder.items() if entry.step is not None}
 
     async def get(self, seq: int) -> LogEntry | None:

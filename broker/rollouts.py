@@ -1,10 +1,10 @@
 """The rollout log and the batch log of a job.
 
-The rollout log holds finished groups, appended once and only once per task.
-Of two generators that finished the same task the first wins. An append is confirmed or raises; it
-may be repeated at will, because the stream holds one message per subject and refuses a second. A
-full log is back-pressure: the append waits for the learner to trim. A malformed entry is yielded
-as such and never ends a reader.
+The rollout log holds finished groups, each task's exactly once. If two generators finish the same
+task, the first append wins. An append is confirmed or raises; it may be repeated, because the
+stream holds one message per subject and refuses a second. A full log is back-pressure: the append
+waits for the learner to trim. A reader yields a malformed entry as such and never ends because of
+it.
 """
 
 import time
@@ -43,7 +43,7 @@ APPEND_DEADLINE_S = 300.0
 _API_DEADLINE_S = 60.0
 _REPORT_EVERY_S = 30.0
 CUT_MARKS_BYTES = 1 << 17
-"""Room that a message keeps for the marks of cuts, and for the error of a failed task."""
+"""Bytes that a message reserves for the marks of cuts, and for the error of a failed task."""
 _FULL_HINT = (
     "raise limits.rollout_bytes, or see why the learner does not trim the log "
     "(it does so behind each checkpoint: training.save_freq, keep_rollouts)"
@@ -59,13 +59,13 @@ class LogEntry:
     number: int | None
     """Task number; None when the subject does not end in one."""
     payload: bytes
-    """The bytes as they were appended, for digests."""
+    """The bytes as appended, for digests."""
     group: Group | None
-    """The group, validated; its arrays are views of `payload`."""
+    """The validated group; its arrays are views of `payload`."""
     error: MessageError | None
     """Why the entry cannot be read."""
     traceparent: str = ""
-    """W3C trace context that came with it."""
+    """W3C trace context of the message."""
 
 
 class RolloutLog:
@@ -80,14 +80,14 @@ class RolloutLog:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of the largest group that the log takes."""
+        """Largest group that the log accepts, in bytes."""
         return most_bytes(self._broker.max_payload_bytes, Group.max_bytes)
 
     async def append_fitting(self, group: Group, source: str, *, traceparent: str = "") -> bool:
         """Append a group; if it is too large for a message, cut the `info` of its episodes first.
 
-        A cut `info` says so (`schemas.rollout.cut_info`), and an event of actor `source` names the
-        task. Returns False if the log has a group for the task already. Raises what `append`
+        A cut `info` is marked (`schemas.rollout.cut_info`), and an event of actor `source` names
+        the task. Returns False if the log has a group for the task already. Raises what `append`
         raises: MessageError for a group that is too large without its `info`.
         """
         payload = group.to_bytes()
@@ -113,7 +113,7 @@ class RolloutLog:
         await publish_event(self._broker, self._scope, event)
 
     def check_fits(self, group: Group, payload: bytes) -> None:
-        """Raise MessageError for a group that is too large, with the names of what is large."""
+        """Raise MessageError for a group that is too large, naming its large parts."""
         if len(payload) <= self.max_bytes:
             return
         raise MessageError(
@@ -129,9 +129,9 @@ class RolloutLog:
     ) -> bool:
         """Append a group; return False if the log has one for this task already.
 
-        Waits while the log is full or the server is away, on a patient connection for as long as
-        that is. Raises MessageError for a group that is larger than the server takes, BrokerError
-        when the log stays full, DeadlineError, NotFoundError when the job is gone.
+        Waits while the log is full or the server is away, without a bound on a patient connection.
+        Raises MessageError for a group that is larger than the server accepts, BrokerError when the
+        log stays full, DeadlineError, NotFoundError when the job is gone.
         """
         payload = group.to_bytes()
         self.check_fits(group, payload)
@@ -161,7 +161,7 @@ class RolloutLog:
         )
 
     async def contains(self, number: int) -> bool:
-        """Whether the log has a group of this task."""
+        """Return whether the log has a group of this task."""
         return await self.find(number) is not None
 
     async def find(self, number: int) -> LogEntry | None:
@@ -203,33 +203,33 @@ class RolloutLog:
         return int((await self._state())["last_seq"])
 
     async def newest_there(self) -> int:
-        """Return the sequence of the newest entry that is still there; 0 for none."""
+        """Return the sequence of the newest entry still stored; 0 for none."""
         subject = self._scope.rollout("*")
         newest = await self._retry(lambda: get_newest(self._broker, self._stream, subject))
         return 0 if newest is None else newest.seq
 
     async def first_seq(self) -> int:
-        """Return the sequence of the oldest entry that is still there; 1 for an empty new log."""
+        """Return the sequence of the oldest entry still stored; 1 for an empty new log."""
         return max(int((await self._state())["first_seq"]), 1)
 
     async def num_bytes(self) -> int:
-        """Return how many bytes the log holds."""
+        """Return the size of the log in bytes."""
         return int((await self._state())["bytes"])
 
     async def _state(self) -> dict[str, Any]:
         return (await stream_info(self._broker, self._stream))["state"]
 
     async def trim(self, before_seq: int, *, keep_bytes: int = 0) -> None:
-        """Remove all entries before a sequence, but for about so many bytes of the newest.
+        """Remove all entries before a sequence, except about `keep_bytes` of the newest.
 
-        Of those at least one stays, however large it is.
+        With `keep_bytes` at least one entry stays, whatever its size.
         """
         if keep_bytes:
             state = await self._state()
             mean = int(state["bytes"]) / max(int(state["messages"]), 1)
             num_kept = max(int(keep_bytes / max(mean, 1.0)), 1)
             before_seq = min(before_seq, int(state["last_seq"]) + 1 - num_kept)
-        if before_seq <= 1:  # the server takes 0 for all of them
+        if before_seq <= 1:  # the server reads 0 as all entries
             return
         await self._retry(
             lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"seq": before_seq})
@@ -248,7 +248,7 @@ class RolloutLog:
 
 
 def read_entry(message: StoredMessage) -> LogEntry:
-    """Validate one stored message; whatever it holds, the result is an entry."""
+    """Validate one stored message; any message gives an entry."""
     number: int | None = None
     trace = message.headers.get(TRACEPARENT, "")
     try:
@@ -261,9 +261,9 @@ def read_entry(message: StoredMessage) -> LogEntry:
 
 # -- the batch log ---------------------------------------------------------------------------------
 #
-# It holds which groups each optimiser step trains, written before it trains them. An append names
-# its writer's last sequence. If another writer has appended since, this learner is no longer the
-# one that owns the job: it is fenced off and must end.
+# It records which groups each optimiser step trains, before the step. An append names its writer's
+# last sequence. If another writer has appended since, this learner no longer owns the job: it is
+# fenced off and must end.
 
 
 class BatchLog:
@@ -276,7 +276,7 @@ class BatchLog:
         self._stream = self.stream = scope.stream_batch
 
     async def append(self, record: BatchRecord, expected_last_seq: int) -> int:
-        """Append a record behind `expected_last_seq` (0: it is the first); return its sequence.
+        """Append a record behind `expected_last_seq` (0: as the first); return its sequence.
 
         Raises FencedError when another learner has written since, BrokerError, DeadlineError,
         NotFoundError when the job is gone.
@@ -300,7 +300,7 @@ class BatchLog:
             ) from error
 
     async def check_owner(self, last_seq: int) -> None:
-        """Raise FencedError if another learner has written since `last_seq` (0: nothing was).
+        """Raise FencedError if another learner has written since `last_seq` (0: ever).
 
         Raises DeadlineError, NotFoundError when the job is gone.
         """
@@ -319,7 +319,7 @@ class BatchLog:
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
         """Return all records with their sequences, in order.
 
-        Raises MessageError for one that cannot be read: without it a run cannot be repeated.
+        Raises MessageError for an unreadable one: without it a run cannot be replayed.
         """
         messages = await self._broker.retry(
             self._all,
@@ -329,7 +329,7 @@ class BatchLog:
         return [(message.seq, BatchRecord.from_bytes(message.payload)) for message in messages]
 
     async def read_some(self, seqs: Iterable[int]) -> list[BatchRecord]:
-        """Return the records at some sequences, those left out that are not there (any more)."""
+        """Return the records at some sequences; missing ones are skipped."""
         records = [
             await self._broker.retry(
                 partial(get_seq, self._broker, self._stream, seq),
@@ -341,7 +341,7 @@ class BatchLog:
         return [BatchRecord.from_bytes(record.payload) for record in records if record is not None]
 
     async def _all(self) -> list[StoredMessage]:
-        """Read all records; in a cluster until a replica has as many as the leader."""
+        """Read all records; in a cluster, repeat until a replica has as many as the leader."""
         last = 0
         if self._broker.replication.reads_leader:
             last = int((await stream_info(self._broker, self._stream))["state"]["last_seq"])

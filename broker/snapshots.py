@@ -1,11 +1,10 @@
-"""Back-ups: what the broker stores, as files, and back again, by JetStream's snapshots.
+"""Backups of the broker's streams to files, and their restoration, by JetStream's snapshots.
 
-One pair of files for each stream: its configuration and state as JSON, and the server's own archive
-of its messages and consumers, which keep their sequences. A server that runs is backed up as well
-as a quiet one; each stream is consistent in itself. An archive may lack what is removed while it is
-made: in a bucket that is a key that is written then, so a bucket is saved anew until none was.
-Heartbeats, nodes and leases are left out: they are made anew. Not covered: the folders of runs, and
-users' secrets.
+Each stream is a pair of files: its configuration and state as JSON, and the server's own archive of
+its messages and consumers, with their sequences. A running server can be backed up; each stream is
+consistent in itself. An archive may lack messages that are removed meanwhile: in a bucket, keys
+that are rewritten; so a bucket is saved again until none was. Heartbeats, nodes and leases are
+omitted, since actors recreate them. Folders of runs and users' secrets are not covered.
 """
 
 import asyncio
@@ -32,7 +31,8 @@ _OURS = re.compile(r"^(KV_|OBJ_)?tmq-")
 _PASSING = frozenset(f"KV_{bucket}" for bucket in (BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES))
 _ORDER = {"task": 0, "batch": 1, "rollout": 3}
 """A task may be in its queue and in the log, but never in neither; a recorded batch needs its
-groups in the log."""
+groups in the log.
+"""
 _SILENCE_S = 30.0
 _TRIES, _PAUSE_S = 50, 0.05
 _END = b""
@@ -40,7 +40,7 @@ _END = b""
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One stream of a back-up."""
+    """One stream of a backup."""
 
     name: str
     num_messages: int
@@ -67,11 +67,11 @@ async def save_all(broker: Broker, folder: Path) -> list[Saved]:
 
 
 async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
-    """Bring all streams of a back-up to a server that has none of them, or empty ones.
+    """Restore all streams of a backup to a server where they are missing or empty.
 
-    Done again after it broke off, it brings what is missing, and returns that: a stream is there
-    whole or not at all. Raises StateError when a stream holds something else or nothing is missing,
-    StorageError if the folder does not hold a back-up, BrokerError.
+    If interrupted and repeated, restores and returns the missing streams; each stream is restored
+    atomically. Raises StateError when a stream has other contents or nothing is missing,
+    StorageError if the folder does not hold a backup, BrokerError.
     """
     names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
     present = {stream["config"]["name"]: stream["state"] for stream in await _streams(broker)}
@@ -95,9 +95,9 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
 
 
 async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
-    """Write those of the streams that are there to a folder, which must be new or empty.
+    """Write the existing ones of some streams to a folder, which must be new or empty.
 
-    Their consumers are left out: no reader continues.
+    Their consumers are omitted: no reader continues.
 
     Raises StateError for a folder that is in use, StorageError, BrokerError.
     """
@@ -111,9 +111,9 @@ async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> No
 
 
 async def restore_streams(broker: Broker, configs: Sequence[StreamConfig], folder: Path) -> None:
-    """Bring back those of the streams that a folder has and the server has not.
+    """Restore those streams that are in the folder but not on the server.
 
-    They are configured as `configs` say, whatever the folder says, but bounded by what they hold:
+    Their configurations are `configs`, not those in the folder, but bounded by their contents:
     nothing more is stored there. Raises StorageError, BrokerError.
     """
     for config in configs:
@@ -127,7 +127,7 @@ async def restore_streams(broker: Broker, configs: Sequence[StreamConfig], folde
 
 
 def _is_restored(folder: Path, name: str, state: dict[str, Any]) -> bool:
-    """Whether a stream is as it was when it was saved.
+    """Return whether a stream equals its saved state.
 
     It may lack messages that have expired since, or that were removed while it was saved.
     """
@@ -139,7 +139,7 @@ def _is_restored(folder: Path, name: str, state: dict[str, Any]) -> bool:
 
 
 def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
-    """Return a JSON file of a back-up, which has `key`."""
+    """Return a backup's JSON file, which must have `key`."""
     try:
         values = json.loads((folder / name).read_text(encoding="utf-8"))
         return {**values, key: values[key]}
@@ -193,7 +193,7 @@ async def _save(broker: Broker, name: str, folder: Path, *, consumers: bool = Tr
 
 
 def _num_removed(then: dict[str, Any], now: dict[str, Any]) -> int:
-    """Return how many messages a stream lost from one state to a later one."""
+    """Return how many messages a stream lost between two states."""
     appended = int(now["last_seq"]) - int(then["last_seq"])
     return int(then["messages"]) + appended - int(now["messages"])
 
@@ -254,14 +254,14 @@ def _opened(folder: Path, name: str) -> IO[bytes]:
 
 
 def _chunks_of(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the archive in pieces, and the empty one that ends it."""
+    """Yield the archive in chunks, and the empty one that ends it."""
     while chunk := file.read(CHUNK_BYTES):
         yield chunk
     yield _END
 
 
 def _error_in(message: Msg) -> str:
-    """Return what the server says went wrong, in whichever of its ways."""
+    """Return the server's error text, which it reports in several ways."""
     status = status_of(message)
     if status and status != END_OF_BATCH:
         return f"{status} {header(message, DESCRIPTION)}".strip()

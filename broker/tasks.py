@@ -1,9 +1,9 @@
-"""The queues of a job's tasks: those to be trained, and those that validate a version.
+"""The queues of a job's training tasks and validation tasks.
 
-A work-queue stream with one message per subject: a number that is queued or held is not queued
-twice. Generators hold tasks on a lease; a lease that is not renewed within `ack_wait_s` goes to
-somebody else. Nothing raises while the server restarts, it takes longer. A task is done only after
-its group is in the rollout log, so a late `done` of a lease that expired is harmless.
+Each is a work-queue stream with one message per subject: a queued or held number is not queued
+twice. Generators hold tasks on a lease; a lease that is not renewed within `ack_wait_s` passes to
+another generator. Calls do not raise while the server restarts, but take longer. A task is done
+only after its group is in the rollout log, so a late `done` of an expired lease is harmless.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from .jetstream.streams import stream_subjects
 PUBLISH_DEADLINE_S = 60.0
 _PULL_EXPIRES_S = 5.0
 _PULL_GRACE_S = 1.0
-_NEXT_S = 0.05  # the rest of a batch comes at once, or not: the number of leases is bounded
+_NEXT_S = 0.05  # the rest of a batch arrives at once, if at all: the number of leases is bounded
 _ACK_TIMEOUT_S = 2.0
 _API_DEADLINE_S = 60.0
 _MALFORMED_DELAY_S = 3600
@@ -45,20 +45,19 @@ class Lease:
 
     task: Task
     num_delivered: int
-    """How often the task was handed out, this time included."""
+    """Number of deliveries of the task, including this one."""
     _message: Msg = field(repr=False)
     _broker: Broker = field(repr=False)
 
     @property
     def traceparent(self) -> str:
-        """W3C trace context that came with the task; empty for none."""
+        """W3C trace context of the task; empty for none."""
         return header(self._message, TRACEPARENT)
 
     def replace(self, newer: "Lease") -> None:
-        """Go on with a later delivery of the same task to the same holder.
+        """Continue with a later delivery of the same task to the same holder.
 
-        The lease ran out, as while the broker was away, and the task's present holder got it
-        again.
+        This happens when the lease expired, for example while the broker was away.
         """
         self.num_delivered, self._message = newer.num_delivered, newer._message
 
@@ -67,9 +66,9 @@ class Lease:
         await self._answer_server(b"+WPI")
 
     async def done(self) -> None:
-        """Take the task off the queue; call it after its group is confirmed in the log.
+        """Remove the task from the queue; call it after its group is confirmed in the log.
 
-        Does not raise when the word is lost: the lease expires, and the next holder finds the
+        Does not raise when the message is lost: the lease expires, and the next holder finds the
         group in the log.
         """
         try:
@@ -78,7 +77,7 @@ class Lease:
             _log.info("ack_lost", task=self.task.task, reason=str(error))
 
     async def give_back(self, delay_s: float = 0.0) -> None:
-        """Give the task back for others, after `delay_s`."""
+        """Return the task to the queue, after `delay_s`."""
         await self._answer_server(b'-NAK {"delay": %d}' % int(delay_s * streams.NS))
 
     async def _answer_server(self, answer: bytes) -> None:
@@ -86,7 +85,7 @@ class Lease:
 
 
 class TaskQueue:
-    """Publishes and pulls the tasks of one job: those to be trained, or those of validations."""
+    """Publishes and pulls the training tasks or the validation tasks of one job."""
 
     def __init__(
         self,
@@ -100,8 +99,8 @@ class TaskQueue:
     ) -> None:
         """`max_leases` bounds the tasks that all generators together hold.
 
-        A pull that finds nothing is sent anew every `pull_expires_s`. With `validation` the tasks
-        are those that name a version.
+        An unanswered pull is repeated every `pull_expires_s`. With `validation`, the queue has the
+        validation tasks, which name a version.
         """
         self._broker = broker
         self._scope = scope
@@ -119,7 +118,7 @@ class TaskQueue:
     ) -> bool:
         """Queue a task; return False if its number is queued or held already.
 
-        Waits while the queue is full, on a patient connection for as long as it is. Raises
+        Waits while the queue is full, without a bound on a patient connection. Raises
         DeadlineError, BrokerError when it stays full, NotFoundError when the job is gone.
         """
         return await append_once(
@@ -163,7 +162,7 @@ class TaskQueue:
         return self._scope.validation_task(task.version, task.task)
 
     async def find(self, number: int) -> Task | None:
-        """Return the training task that is queued or held under a number; raises MessageError."""
+        """Return the queued or held training task with a number; raises MessageError."""
         message = await self._broker.retry(
             lambda: get_last(self._broker, self._stream, self._scope.task(number)),
             deadline_s=_API_DEADLINE_S,
@@ -172,7 +171,7 @@ class TaskQueue:
         return None if message is None else Task.from_bytes(message.payload, at=message.subject)
 
     async def remove(self, number: int) -> None:
-        """Take what stands under a number off the queue; who holds it learns nothing of that.
+        """Remove a task from the queue; its holder is not notified.
 
         Raises NotFoundError when the job is gone, DeadlineError.
         """
@@ -185,19 +184,19 @@ class TaskQueue:
         )
 
     async def pending_numbers(self) -> set[int]:
-        """Return the numbers of all training tasks that are queued or held."""
+        """Return the numbers of all queued or held training tasks."""
         return streams.numbers_of(
             await streams.stream_subjects(self._broker, self._stream, self._scope.task("*"))
         )
 
     async def close(self) -> None:
-        """Hand back what arrived but was not pulled."""
+        """Return received but not pulled tasks to the queue."""
         for message in self._inbox.take_arrived():
             await self._broker.publish(message.reply, b"-NAK")
         await self._inbox.close()
 
     async def _pull(self, num: int, timeout_s: float) -> list[Msg]:
-        """Take what is there at once; if nothing is, wait for the first and look again."""
+        """Pull available tasks at once; if there are none, wait for the first and pull again."""
         await self._broker.wait_connected(
             self._broker.clock() + _API_DEADLINE_S,
             waiting_for=f"tasks of job {self._scope.job}",
@@ -216,7 +215,7 @@ class TaskQueue:
         return messages
 
     async def _request(self, request: dict[str, Any], num: int, wait_s: float) -> list[Msg]:
-        """Send one pull request and return what it brings; a later straggler is pulled next."""
+        """Send one pull request and return its messages; the next pull returns late ones."""
         await self._inbox.pull(self._stream, self._consumer, request)
         messages: list[Msg] = []
         try:
@@ -227,12 +226,12 @@ class TaskQueue:
                     break
                 messages.append(message)
         except (ConnectionLost, streams.ConsumerGone, TimeoutError):
-            if not messages:  # what came is ours all the same
+            if not messages:  # received messages are leased all the same
                 raise
         return messages
 
     async def _lease(self, message: Msg) -> Lease | None:
-        """Make a lease of a message; a malformed one is recorded and put far away."""
+        """Make a lease of a message; a malformed one is logged and delayed for long."""
         num_delivered = int(message.reply.split(".")[-5])
         try:
             task = Task.from_bytes(message.data, at=message.subject)
@@ -246,7 +245,7 @@ class TaskQueue:
         return Lease(task, num_delivered, message, self._broker)
 
     async def _make_consumer(self) -> None:
-        """Make the consumer, or, without the right to, see that the stream is there."""
+        """Make the consumer, or, without the right to, check that the stream exists."""
         if self._broker.is_limited:
             await streams.stream_info(self._broker, self._stream)
         else:
@@ -263,12 +262,12 @@ class TaskQueue:
 # -- results of validation tasks -------------------------------------------------------------------
 #
 # One result per version and task, until the version's evaluation is known. The learner publishes
-# the tasks. Whoever plays one appends its result before the task is done, and of two the first
-# counts. So a task is queued or held, or its result is there, and a learner that starts again sees
-# what is missing.
+# the tasks. The generator that plays a task appends its result before the task is done; only the
+# first result counts. So a task is queued or held, or has a result, and a restarted learner finds
+# the missing ones.
 
 _AT_ONCE = 64
-"""Tasks that are published at the same time."""
+"""Number of tasks that are published concurrently."""
 
 
 class ValidationLog:
@@ -281,9 +280,9 @@ class ValidationLog:
         self._stream = scope.stream_validation
 
     async def append(self, result: ValidationResult) -> bool:
-        """Append a result; return False if there is one of its version and task already.
+        """Append a result; return False if its version and task have one already.
 
-        Raises MessageError for one that is larger than the server takes, BrokerError,
+        Raises MessageError for one that is larger than the server accepts, BrokerError,
         DeadlineError, NotFoundError when the job is gone.
         """
         payload = result.to_bytes()
@@ -301,7 +300,7 @@ class ValidationLog:
         )
 
     async def contains(self, version: int, task: int) -> bool:
-        """Whether there is a result of this version and task."""
+        """Return whether this version and task have a result."""
         subject = self._scope.validation_result(version, task)
         message = await self._broker.retry(
             lambda: get_last(self._broker, self._stream, subject),
@@ -311,14 +310,14 @@ class ValidationLog:
         return message is not None
 
     async def unplayed(self, version: int, tasks: Iterable[Task]) -> list[Task]:
-        """Return those of the tasks that have no result."""
+        """Return the tasks that have no result."""
         subjects = self._scope.validation_result(version, "*")
         played = set(await stream_subjects(self._broker, self._stream, subjects))
         subject = self._scope.validation_result
         return [task for task in tasks if subject(version, task.task) not in played]
 
     async def read(self, version: int) -> list[ValidationResult]:
-        """Return the results of a version; raises MessageError for one that cannot be read."""
+        """Return the results of a version; raises MessageError for an unreadable one."""
         subjects = self._scope.validation_result(version, "*")
         messages = await self._broker.retry(
             lambda: get_all(self._broker, self._stream, subjects),
@@ -341,7 +340,7 @@ class ValidationLog:
 
 
 async def publish_validation_tasks(queue: TaskQueue, tasks: Sequence[Task]) -> None:
-    """Queue validation tasks, those that are queued or held left as they are.
+    """Queue validation tasks; queued or held ones are left unchanged.
 
     Raises what `TaskQueue.publish` raises.
     """

@@ -1,7 +1,7 @@
-"""Users and invitations: kept in a KV bucket that only the auth service writes.
+"""Users and invitations: stored in a KV bucket that only the auth service writes.
 
-The scheduler reads a user's quota from here (`UserStore.get`); a pool without authentication has
-no such bucket, and `get` returns None.
+The scheduler reads a user's quota here (`UserStore.get`); a pool without authentication has no such
+bucket, and `get` returns None.
 """
 
 import time
@@ -32,7 +32,7 @@ USER, _INVITATION = "user", "invitation"
 
 
 async def create_user_stores(broker: Broker) -> None:
-    """Make the bucket of users and the audit streams; harmless when they are there."""
+    """Make the bucket of users and the audit streams; harmless when they exist."""
     await ensure_stream(broker, bucket_config(subjects.BUCKET_USERS, "Users, by hash of their key"))
     for config in audit_configs():
         await ensure_stream(broker, config)
@@ -47,7 +47,7 @@ class UserStore:
         self._invitations = Bucket(broker, subjects.BUCKET_USERS, Invitation)
 
     async def get(self, user: str) -> UserRecord | None:
-        """Return a user, or None; None as well at a pool without users."""
+        """Return a user, or None, also in a pool without users."""
         try:
             entry = await self._users.find(f"{USER}.{user}")
         except NotFoundError:
@@ -67,7 +67,7 @@ class UserStore:
         return await _change(self._users, f"{USER}.{user}", f"user {user!r}", change)
 
     async def invite(self, number: str, invitation: Invitation) -> None:
-        """Keep an invitation."""
+        """Store an invitation."""
         await self._invitations.create(f"{_INVITATION}.{number}", invitation)
 
     async def invitation(self, number: str) -> Invitation | None:
@@ -93,12 +93,12 @@ async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], 
 
 
 # The audit log: accepted actions in one stream, refusals in another, so that refusals never push
-# out actions. Refusals are limited per user and in all; the next one written says how many were
-# left out. Every text is cut.
+# out actions. Refusals are limited per user and in all; the next record of a refusal has the number
+# of those left out. Every text is cut.
 
 AUDIT_BYTES, REFUSALS_BYTES = 256 << 20, 64 << 20
 MAX_REFUSALS = 60
-"""Of all together at once; as many in each minute in the long run."""
+"""Bound on a burst of refusals of all users, and on their number per minute in the long run."""
 MAX_REFUSALS_OF_ONE = 20
 _MINUTE_S = 60.0
 _NAME_CHARS, _TEXT_CHARS = 64, 300
@@ -107,9 +107,9 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 def audit_configs() -> list[StreamConfig]:
-    """Return the streams of what touches security: nothing in them can be deleted or purged.
+    """Return the audit streams; their records cannot be deleted or purged.
 
-    What was refused has one of its own, so that it pushes nothing out that was done.
+    Refusals have a stream of their own, so that they never push out actions.
     """
     protection = {"deny_delete": True, "deny_purge": True}
     done, refused = (
@@ -125,7 +125,7 @@ def audit_configs() -> list[StreamConfig]:
 
 
 class Audit:
-    """The audit; entries of refusals are bounded, so that no user can fill it."""
+    """Writes and reads the audit log; refusals are bounded, so that no user can fill it."""
 
     def __init__(self, broker: Broker) -> None:
         """Write with this connection."""
@@ -136,13 +136,13 @@ class Audit:
     async def write(
         self, who: str, what: str, *, target: str = "", outcome: str = "done", detail: str = ""
     ) -> None:
-        """Append a record of what was done; what cannot be written is logged."""
+        """Append a record of an action; failures to write are logged."""
         await self._append(subjects.AUDIT, who, what, target, outcome, detail)
 
     async def refused(
         self, who: str, what: str, why: str, detail: str = "", *, target: str = ""
     ) -> None:
-        """Append what was refused; beyond the bounds it is only counted."""
+        """Append a refusal; beyond the bounds it is only counted."""
         now = time.monotonic()
         of_one = self._refusals_of.take(who[:_NAME_CHARS], now)
         if of_one is None:

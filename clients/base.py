@@ -1,8 +1,8 @@
 """Shared by the clients: the connection to the pool, URLs, and twins of the async clients.
 
-The async client does the work. Its twin runs it on an event loop in a thread, which all twins of
-the process share; so a twin also works inside a program that has a loop of its own (a notebook),
-and returns futures where the caller does not wait.
+The async client does the work. Its synchronous twin runs it on an event loop in a thread, which all
+twins of the process share. So a twin also works in a program with its own event loop (a notebook),
+and can return futures.
 """
 
 import asyncio
@@ -34,8 +34,9 @@ _CLEANUP_S = 10.0
 class PoolClient:
     """An async client with a connection of its own, which is opened at its first use.
 
-    A connection belongs to the event loop that opened it. In another one (a second `asyncio.run`,
-    the child of a fork) the client opens a new one and leaves the old one alone.
+    A connection belongs to the event loop that opened it. In another event loop (a second
+    `asyncio.run`, the child of a fork) the client opens a new connection and does not touch the old
+    one.
     """
 
     def __init__(self, broker_url: str, api_key: str | None, owner: str | None = None) -> None:
@@ -75,7 +76,7 @@ class PoolClient:
 async def open_broker(url: str, api_key: str | None, owner: str | None = None) -> Broker:
     """Connect for a client, with `api_key` or that of $TINKERMQ_API_KEY.
 
-    Raises NotFoundError where this is not the user who owns the job that the client is for.
+    Raises NotFoundError if the user does not own the client's job.
     """
     quiet_logs()
     broker = await connect(
@@ -136,9 +137,9 @@ T = TypeVar("T")
 
 
 class Detached(KeyboardInterrupt, SystemExit):
-    """An interrupted wait for something that continues in the pool.
+    """A wait was interrupted, and the work continues in the pool.
 
-    Its text says what continues, and how to attach to it or stop it. It is a KeyboardInterrupt, and
+    Its text names the work, and the commands to attach to it or stop it. It is a KeyboardInterrupt;
     a program that it ends has the exit code of an interrupt and no traceback.
     """
 
@@ -175,8 +176,8 @@ def make_sync(
 ) -> Callable[Concatenate[SyncTwin[A], P], T]:
     """Return the method of a synchronous client that waits for `method` of the async one.
 
-    `describe_detached` returns what an interrupt leaves running in the pool, or an empty text. It
-    is printed, and Detached is raised with it.
+    `describe_detached` returns a text on the work that an interrupt leaves in the pool, or an empty
+    text. The text is printed and raised in Detached.
     """
 
     @functools.wraps(method)
@@ -238,7 +239,7 @@ class LoopThread:
         """Run a coroutine to its end; an interrupt of the caller cancels it.
 
         The cancelled coroutine has ten seconds to clean up. Raises StateError in the loop's own
-        thread, which would wait for itself for ever.
+        thread, which would deadlock.
         """
         if threading.current_thread() is self._thread:
             work.close()
@@ -280,8 +281,8 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._closing:
-            # a task of a user's function may stop the loop, or end it by SystemExit, which also
-            # is raised in the task's awaiter
+            # a task of a user's function may stop the loop, or end it with SystemExit, which the
+            # task's awaiter gets as well
             with contextlib.suppress(BaseException):
                 self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
@@ -304,7 +305,7 @@ def shared_loop() -> LoopThread:
 
 
 def _forget_loop() -> None:
-    """Let the child of a fork start a loop of its own: it has none of its parent's threads."""
+    """Forget the loop in the child of a fork, which has none of its parent's threads."""
     _Shared.loop, _Shared.starting = None, threading.Lock()
 
 
@@ -314,15 +315,15 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 # -- URLs ------------------------------------------------------------------------------------------
 #
-# The broker's is `nats://host:port`, a job's `nats://host:port/<user>/<job>`. A cluster's servers
-# have commas between them: `tls://a:4222,b:4222,c:4222/<user>/<job>`.
+# A broker has `nats://host:port`, a job `nats://host:port/<user>/<job>`. The servers of a cluster
+# are separated by commas: `tls://a:4222,b:4222,c:4222/<user>/<job>`.
 
 _SCHEMES = frozenset({"nats", "tls", "ws", "wss"})
 
 
 @dataclass(frozen=True)
 class JobAddress:
-    """Where a job is reached."""
+    """Address of a job: broker, user and job id."""
 
     broker_url: str
     """URL of the broker."""

@@ -1,4 +1,4 @@
-"""Follow a run from its first step to its end: metrics, events, the job's states, and plots."""
+"""Follow a run to its end: metrics, events, states of the job, and plots."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ Actors: TypeAlias = tuple[Presence, ...]
 Update: TypeAlias = Metric | Event | JobRecord | Actors
 POLL_S = 0.5
 QUIET_S = 0.5
-"""After the end of a run, its feed is read until it is quiet for this long."""
+"""After the end of a run, its feed is read until no message comes for this long."""
 _QUEUE_LENGTH = 256
 
 
 async def follow_run(
     pool: Pool, record: JobRecord, *, from_start: bool = True, with_actors: bool = False
 ) -> AsyncGenerator[Update, None]:
-    """Yield metrics and events of a run in order, and its record whenever it has changed.
+    """Yield metrics and events of a run in order, and its record after each change.
 
     `with_actors` also yields its actors every two seconds, while it runs. The last update is the
     record in its final state. Waits for a broker that is away and yields the events `broker_away`
@@ -90,7 +90,7 @@ class _Follower:
 
     def _put_event(self, kind: str, message: str) -> None:
         event = Event(kind=kind, source="client", message=message, time=time.time())
-        with contextlib.suppress(asyncio.QueueFull):  # the reader is far behind anyway
+        with contextlib.suppress(asyncio.QueueFull):  # the queue is full: the reader is far behind
             self.updates.put_nowait(event)
 
     async def guard(self, part: Coroutine[Any, Any, None]) -> None:
@@ -107,7 +107,7 @@ class _Follower:
                 await self._read_feed()
             except NotFoundError:
                 if self._ended:
-                    break  # its streams were deleted; the record has the rest
+                    break  # its streams were deleted; only the record is left
                 await asyncio.sleep(POLL_S)
         self._has_read_all.set()
 
@@ -155,7 +155,7 @@ class _Follower:
         return self._record.state in FINAL_STATES
 
 
-# The progress of a run: a pure summary of its metrics and events, for displays.
+# The progress of a run: a pure summary of its metrics and events.
 
 REWARD = "training_step_reward"
 LOSS = "actor/pg_loss"
@@ -176,7 +176,7 @@ class RunProgress:
     step: int = 0
     total_steps: int | None = None
     rewards: dict[int, float] = field(default_factory=dict[int, float])
-    """By step; of a run that learns from conversations, the loss."""
+    """By step: the reward, or the loss of an SFT job."""
     validation: dict[int, float] = field(default_factory=dict[int, float])
     _scores: dict[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
     values: dict[str, float] = field(default_factory=dict[str, float])
@@ -202,7 +202,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate from the pace of the last steps, or None before two steps."""
+        """Estimate the remaining seconds from the last steps; None before two steps."""
         steps = sorted(self._times)
         if self.total_steps is None or len(steps) < 2:
             return None
@@ -369,6 +369,6 @@ def text_plot(curves: Mapping[str, _Points], *, width: int = _COLUMNS, height: i
 
 
 def _place(value: float, low: float, high: float, count: int) -> int:
-    """Return the cell of a value among `count` cells from low to high."""
+    """Return the index of a value's cell among `count` cells from low to high."""
     span = (high - low) or 1.0
     return min(count - 1, max(0, round((value - low) / span * (count - 1))))

@@ -1,4 +1,4 @@
-"""Where the stack of `tinkermq up` keeps its state, and how clients find its broker.
+"""The folder of the stack of `tinkermq up`, and how clients find its broker.
 
 One folder per stack (`$TINKERMQ_HOME`, default `~/.local/share/tinkermq`): the state file with
 broker URL and process ids, logs, and the broker's store. The supervisor holds a lock on the folder
@@ -36,7 +36,7 @@ class StackState(BaseModel):
     children: dict[str, int] = Field(default_factory=dict[str, int])
     """Process ids of broker, scheduler, node and gateway."""
     restarts: dict[str, int] = Field(default_factory=dict[str, int])
-    """How often each of them was started again."""
+    """Number of restarts of each of them."""
     home: str
     """The folder of the stack."""
     started: float
@@ -83,10 +83,10 @@ class Home:
         try:
             return StackState.model_validate_json(self.state_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return None  # it stopped between the two lines above
+            return None  # the stack stopped between the two lines above
 
     def check_place(self) -> None:
-        """Raise FileNotFoundError unless the folder that is locked is still at its path."""
+        """Raise FileNotFoundError unless the locked folder is still at its path."""
         if not self._is_in_place():
             raise FileNotFoundError(
                 f"{self.folder}, the folder of this stack, has been moved or removed"
@@ -101,14 +101,14 @@ class Home:
             return False
 
     def write(self, state: StackState) -> None:
-        """Write the state file in one piece, while the folder is locked; raises OSError."""
+        """Write the state file atomically, while the folder is locked; raises OSError."""
         self.check_place()
         part = self.state_path.with_suffix(".part")
         part.write_text(json.dumps(state.model_dump(), indent=2) + "\n", encoding="utf-8")
         part.replace(self.state_path)
 
     def clear(self) -> None:
-        """Remove the state file, not that of a stack that has taken the path since."""
+        """Remove the state file, unless another stack has taken the path meanwhile."""
         if self._is_in_place():
             self.state_path.unlink(missing_ok=True)
 
@@ -134,7 +134,7 @@ class Home:
         """Return whether a supervisor has locked the folder; False without file locks (Windows)."""
         try:
             import fcntl
-        except ModuleNotFoundError:  # Windows, where there is no pool but clients
+        except ModuleNotFoundError:  # Windows, where only clients run
             return False
         with self._open_lock() as lock:
             try:
@@ -187,7 +187,7 @@ def find_url(named: str | None = None) -> str:
 def find_openai(named: str | None = None) -> str | None:
     """Return the OpenAI-compatible base URL of a gateway, or None if none is known.
 
-    It is `named`, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
+    It is `named`, `$TINKERMQ_GATEWAY_URL`, or that of the local stack.
     """
     url = named or os.environ.get(GATEWAY_VARIABLE)
     state = None if url else Home().read_running_stack()
@@ -196,7 +196,7 @@ def find_openai(named: str | None = None) -> str | None:
 
 
 def _try_lock(lock: IO[str]) -> bool:
-    """Try to take the lock; a reader that checks it holds it for a moment only."""
+    """Try to take the lock; a process that only checks it releases it at once."""
     import fcntl
 
     for _ in range(_LOCK_TRIES):

@@ -1,10 +1,10 @@
 """OpenTinker's configuration keys and arguments, translated to ours.
 
-One table has, for each such key, our key, or why it makes no difference, or why it has no effect
-here and what to use instead. A configuration may mix both kinds; an unknown key is an error that
-names the closest one. The meaning of a key is kept:
-`max_new_tokens` bounds the whole episode after the first prompt, observations included, which here
-is `rollout.max_response_tokens`.
+One table maps each such key to our key, to the reason why it makes no difference, or to the reason
+why it cannot be translated and the key to use instead. A configuration may mix both kinds; an
+unknown key is an error that names the closest one. The meaning of a key is kept: `max_new_tokens`
+bounds the whole episode after the first prompt, observations included, which here is
+`rollout.max_response_tokens`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _BARE = "{observation}"
 
 
 class NeedlessWarning(UserWarning):
-    """OpenTinker's keys or arguments that make no difference to a job here."""
+    """OpenTinker's keys or arguments make no difference to a job here."""
 
 
 class Translation(NamedTuple):
@@ -45,7 +45,7 @@ class Translation(NamedTuple):
     target: str = ""
     convert: Callable[[Any], Any] = lambda value: value
     refusal: str = ""
-    """Why it cannot be translated, and what to use instead."""
+    """Why it cannot be translated, and the key to use instead."""
     needless: str = ""
     """Why it makes no difference."""
 
@@ -70,7 +70,7 @@ _FEWEST_GPUS = 2
 
 
 def _generators(value: Any) -> int:
-    """Return the number of generators beside the learner."""
+    """Return the number of generators besides the learner."""
     if not isinstance(value, int) or isinstance(value, bool) or value < _FEWEST_GPUS:
         raise ConfigError(
             f"num_gpus={value!r} is too few: learner and generator hold one slot each",
@@ -205,7 +205,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate_key(key: str, value: Any, tree: dict[str, Any], needless: dict[str, str]) -> None:
-    """Add one key to the tree, or to the needless ones."""
+    """Add one key to the tree, or to the ignored ones."""
     entry = _find(key, value)
     if entry is None:
         _put(tree, key, value, key)
@@ -287,7 +287,7 @@ def _find(key: str, value: Any) -> Translation | None:
             f"{key} is a section, got {value!r}", hint="see `tinkermq config schema` for its keys"
         )
     section = key.split(".")[0]
-    # `algorithm` is a string there and a section here.
+    # In OpenTinker `algorithm` is a string, here it is a section.
     if section in TABLE and not TABLE[section].target and section not in _SECTIONS:
         return TABLE[section]
     raise ConfigError(
@@ -312,7 +312,7 @@ def _put(tree: dict[str, Any], target: str, value: Any, source: str) -> None:
 
 
 def _translate_lora(flat: dict[str, Any], _: dict[str, Any]) -> None:
-    """A rank of 0 switches the whole section off."""
+    """Translate `lora`: a rank of 0 switches the whole section off."""
     if flat.get("lora.lora_rank") == 0:
         for key in [key for key in flat if key.startswith("lora.")]:
             del flat[key]
@@ -339,7 +339,7 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
 
 
 def _translate_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
-    """The smallest of the limits that is not 0 (no limit) bounds the policy's answers."""
+    """Use the smallest limit that is not 0 (no limit) as the bound of the policy's answers."""
     steps = _converted(int, _STEPS, flat.pop(_STEPS, None) or 0)
     names = ("multi_turn.max_user_turns", "multi_turn.max_assistant_turns")
     limits = [_converted(int, name, flat.pop(name) or 0) for name in names if name in flat]
@@ -353,7 +353,7 @@ def _translate_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
 
 
 def _translate_template(flat: dict[str, Any], _: dict[str, Any]) -> None:
-    """Observations have no text frame of their own."""
+    """Reject a text frame for observations, which does not exist here."""
     template = flat.pop(_TEMPLATE, _BARE)
     if template != _BARE:
         raise ConfigError(
@@ -387,7 +387,7 @@ def _translate_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
 def _translate_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
     """The two `multi_turn.per_turn_*` keys: turns as samples, and the discount of their returns.
 
-    A discount that is not 0 asks for returns. `grpo_per_step` has a discount without the other.
+    A discount other than 0 selects returns. `grpo_per_step` has a discount without the other.
     """
     by_turn = flat.pop("multi_turn.per_turn_training", None)
     name = "multi_turn.per_turn_reward_gamma"
@@ -405,7 +405,7 @@ def _translate_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
 def as_tree(value: Any) -> dict[str, Any]:
     """Return any object with named values as plain nested maps.
 
-    Raises ConfigError for something that has no names.
+    Raises ConfigError for an object without named values.
     """
     if value is None:
         return {}
@@ -423,7 +423,7 @@ def refuse_unknown_options(
 ) -> None:
     """Raise ConfigError for an option that a function does not have, with the closest it has.
 
-    `also` are the functions that take the rest of its options.
+    `also` are the functions that get the other options.
     """
     parameters = [inspect.signature(each).parameters.values() for each in (function, *also)]
     known = [

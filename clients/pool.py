@@ -44,7 +44,7 @@ _MODES = {"online": "wandb", "offline": "wandb-offline"}
 def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with unset wandb keys filled from $WANDB_…, if it logs to wandb.
 
-    Raises ConfigError for a variable that has to be set where the learner runs.
+    Raises ConfigError for a variable that must be set on the learner's machine.
     """
     backends = [str(backend) for backend in config.get("logger_backends") or ()]
     if not {"wandb", "wandb-offline"} & set(backends):

@@ -41,7 +41,7 @@ from .pool import Pool
 from .scheduler_client import job_failure
 from .validation import resolve_paths, split_checkpoint_name
 
-# Evaluate a version of a run or a model, and compare two.
+# Evaluate a version of a run, or a model, and compare two.
 
 OnSubmitted: TypeAlias = Callable[[JobRecord], None]
 """Called with the job that evaluates, once it is submitted."""
@@ -58,7 +58,7 @@ class Evaluated(NamedTuple):
     values: dict[str, float]
     """Its figures."""
     episodes: list[Scored]
-    """Its episodes; empty for a live run, which keeps the figures only."""
+    """Its episodes; empty for a live run, which stores only the figures."""
     record: JobRecord | None = None
     """The job that evaluated; None for a live run."""
 
@@ -235,7 +235,7 @@ async def evaluate_both(
 
 _STEPS = 100
 Numbers = dict[str, NDArray[np.float64]]
-"""Metric name to its values by step, NaN where a step has none; `step` has the steps."""
+"""Values of each metric by step, NaN for steps without a value; `step` has the steps."""
 
 
 class AsyncRun(PoolClient):
@@ -396,7 +396,7 @@ class Run(SyncTwin[AsyncRun]):
 
 
 def as_numbers(metrics: Sequence[Metric], names: str | Sequence[str] | None = None) -> Numbers:
-    """Return metrics as arrays by name, with one entry per step that has any."""
+    """Return metrics as arrays by name, with one entry for each step that has a metric."""
     chosen = None if names is None else listed(names)
     steps = sorted({metric.step for metric in metrics})
     place = {step: at for at, step in enumerate(steps)}

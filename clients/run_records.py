@@ -141,7 +141,7 @@ _START_POLL_S = 1.0
 
 
 async def check_actor(pool: Pool, record: JobRecord, actor: str | None) -> None:
-    """Raise NotFoundError for an actor that the run neither has nor has lines of."""
+    """Raise NotFoundError for an actor that the run does not have and that wrote no lines."""
     known = {actor_record.name for actor_record in record.actors}
     if actor is None or actor in known:
         return
@@ -160,7 +160,7 @@ async def read_log_lines(
 ) -> AsyncGenerator[LogLines | Event, None]:
     """Yield the stored lines, and with `follow_on` new ones without end.
 
-    An event says that lines were discarded before they were read.
+    An event reports lines that were discarded before they were read.
     """
     scope = record.scope
     while not await _has_log(pool, scope):

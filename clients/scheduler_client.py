@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CANCEL_S = 60.0
 ScaledRole: TypeAlias = Literal["generator", "environment", "server"]
-"""Actors of which a live job may have more or fewer."""
+"""Kinds of actors whose number can change in a live job."""
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
 
@@ -78,7 +78,7 @@ class AsyncSchedulerClient(base.PoolClient):
         del enable_agent_loop  # every job runs the agent loop
         values = as_tree(config)
         wandb_key = wandb_key or values.pop("wandb_key", None)
-        if wandb_key:  # for trackers of this process; the job gets it sealed
+        if wandb_key:  # for trackers of this process; the job gets it encrypted
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
         tree = translate(values)

@@ -66,7 +66,7 @@ class AsyncServiceClient(PoolClient):
         """Complete the job's configuration and start hosting `env`.
 
         `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
-        already keeps the configuration it has.
+        already keeps its configuration.
         """
         tree = translate(as_tree(args))
         if env is not None:
@@ -98,11 +98,10 @@ class AsyncServiceClient(PoolClient):
     ) -> dict[str, float]:
         """Train to the end and return the last training metrics.
 
-        The run validates at step 0 (unless disabled), every `test_freq` and after the last
-        step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
-        over `num_epochs`; without either it is one pass over the data. What the configuration
-        says is only overridden by an argument that differs from its default. A job that runs
-        already is only followed.
+        The run validates at step 0 (unless disabled), every `test_freq` and after the last step,
+        and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins over
+        `num_epochs`; without either it is one pass over the data. An argument overrides the
+        configuration only if it differs from its default. A job that runs already is only followed.
 
         Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to attach again.
 
@@ -260,7 +259,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
 
 
 def _ignore_wait(_: str) -> AbstractContextManager[None]:
-    """Show no wait: it is logged."""
+    """Do not display waits: they are logged."""
     return contextlib.nullcontext()
 
 

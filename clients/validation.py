@@ -57,7 +57,8 @@ def full_checkpoint_name(name: str) -> str:
 
 # Paths in a configuration: relative paths become absolute.
 #
-# A pool on another machine has other folders, so paths that do not exist here are left unchanged.
+# Paths that do not exist here are left unchanged, since a pool on another machine has other
+# folders.
 
 _LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
@@ -123,7 +124,7 @@ _DATA_KEYS = (
 def check_files_exist(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:
     """Raise ModelError, DataError or ConfigError for files that a job on this machine lacks.
 
-    Nothing is checked for a pool on other machines: its processes report what they lack. With
+    Nothing is checked for a pool on other machines: its processes report missing files. With
     `has_model`, the model is a run's.
     """
     if not is_local_pool(broker_url):

@@ -66,6 +66,8 @@ def messages_page() -> str:
     parts = [
         "# Messages",
         _WRITTEN.format(source="`schemas/`"),
+        "For those who read or write the pool's messages with tools of their own: every subject, "
+        "stream, bucket and message.",
         _encoding(),
         "## Subjects",
         f"`<u>` is the user, `<j>` the job id, `<n>` a task number, `<e>` an episode id. A request "
@@ -232,7 +234,8 @@ def configuration_page() -> str:
     parts = [
         "# Configuration",
         _WRITTEN.format(source="`schemas/config/job.py`"),
-        "A job's configuration is made of the defaults, the YAML file, and the overrides on the "
+        "For everyone who starts a run: every key.",
+        "A run's configuration is made of the defaults, the YAML file, and the overrides on the "
         "command line (`section.key=value`), in this order. An unknown key is an error that names "
         "the closest known one, and so is a key that has no effect. `tinkermq config show FILE "
         "[section.key=value …]` prints the result.",

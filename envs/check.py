@@ -38,7 +38,7 @@ _SHOWN = 160
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """An episode as a policy sees it."""
+    """The messages and tools of a played episode."""
 
     messages: list[ChatMessage]
     """Chat messages of the first prompt."""
@@ -128,7 +128,7 @@ class _Checker:
         return f"{num_calls} calls, none over {limit_s:g} s{slow}"
 
     def _timed(self, number: int) -> Iterator[float]:
-        """Play an episode and yield how long each call took; another question asks for errors."""
+        """Play an episode and yield the duration of each call; other checks report its errors."""
         try:
             start = time.monotonic()
             episode = self.game.start(number)
@@ -195,7 +195,7 @@ class _Checker:
         return "".join(f"\n       {line}" for line in lines)
 
     def described(self) -> str:
-        """The environment can be asked for its tasks and rewards."""
+        """The environment describes its tasks and rewards."""
         topics = self.game.describe()
         source = self.game.config.reward.source
         if source != "game":
@@ -376,7 +376,7 @@ def _fields_of(schema: Any) -> dict[str, Any]:
 
 
 def _is_same(first: PlayedEpisode | StepResult, second: PlayedEpisode | StepResult) -> bool:
-    """Return whether both have the same bytes; arrays and NaN do not compare by themselves."""
+    """Return whether both have the same bytes, since `==` fails for arrays and NaN."""
     return pack(asdict(first)) == pack(asdict(second))
 
 

@@ -7,7 +7,7 @@ from .game import AbstractGame, ChatMessage, StepResult
 from .running.episodes import Episodes, Opening
 
 Act = Callable[[str, list[ChatMessage]], str]
-"""Return the action of a role, from its conversation so far."""
+"""Returns the action of a role for its conversation so far."""
 
 
 def converse(

@@ -1,4 +1,4 @@
-"""Conversations to learn from: rows of parquet or JSONL with the column `messages`.
+"""Conversations for SFT: rows of parquet or JSONL files with the column `messages`.
 
 Messages contain images as bytes or data URLs; otherwise the column `images` has them in the order
 of their tags.
@@ -59,7 +59,7 @@ class ChatData:
         return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where)
 
     def check_row(self, number: int) -> ChatRow:
-        """Decode a row; DataError also for one in which the assistant says nothing."""
+        """Decode a row; DataError also for one without a text of the assistant."""
         row = self.row(number)
         if not any(message["role"] == "assistant" for message in row.messages):
             raise DataError(
@@ -97,7 +97,7 @@ def _with_images(
         raise DataError(f"{where}: {error.message}", hint=error.hint) from error
 
 
-# The data that a host serves episodes from.
+# The data of a host's episodes.
 
 RECENT = 64
 """Decoded rows in memory: the episodes of a group ask for the same row."""
@@ -138,14 +138,14 @@ class HostData:
         try:
             record = self.record(split, sample)
         except DataError:
-            return ""  # the start of the episode reports it
+            return ""  # the error is raised again at the start of the episode
         return record.data_source if record is not None else ""
 
     def _decode(self, split: Split, sample: int) -> Record | None:
         dataset = self._train if split == "train" else self._val
         if dataset is None:
             if self._train is None and split == "val":
-                return None  # validation of a generated game: the sample only numbers its seed
+                return None  # a generated game: the sample is the number of its seed
             raise DataError(
                 f"row {sample} was asked for, but there is no {split} data",
                 hint=f"set env.{split}_data, or ask with a seed and without a row",

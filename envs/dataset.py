@@ -44,11 +44,11 @@ TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
 """Columns that may hold the gold answer."""
 IMAGE_TAG = "<image>"
 _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
-"""Texts that programs write for a missing value."""
+"""Texts that programs use for a missing value."""
 
 
 class RowError(errors.DataError):
-    """A row that cannot be used; the message names it."""
+    """A row cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Record:
 def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
     """Return the map in a column, given as a map, as JSON text, or as a list of its entries.
 
-    None and the texts that programs write for it mean an empty map. Raises DataError for anything
-    else.
+    None and texts for a missing value mean an empty map. Raises DataError for anything else.
     """
     parsed = _from_json(value, "{")
     if isinstance(parsed, Mapping):
@@ -194,8 +193,7 @@ def _source(row: Mapping[str, Any], where: str) -> str:
 
 
 def _is_absent(value: Any) -> bool:
-    """Return whether an optional column is empty: null, NaN, or a text that programs write for
-    them."""
+    """Return whether an optional column is empty: null, NaN, or a text for a missing value."""
     return not isinstance(value, list | Mapping | bytes) and is_no_answer(value)
 
 
@@ -241,8 +239,8 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
 def answer_text(ground_truth: Any) -> str:
     """Return a gold answer as text, for a game that compares texts.
 
-    Raises DataError if it is neither a text nor a number: the text of another value depends on the
-    program that wrote it.
+    Raises DataError if it is neither a text nor a number, since the text of any other value depends
+    on the program that wrote it.
     """
     if is_no_answer(ground_truth) or not isinstance(ground_truth, str | int | float):
         raise errors.DataError(
@@ -253,7 +251,7 @@ def answer_text(ground_truth: Any) -> str:
 
 
 def is_no_answer(value: Any) -> bool:
-    """Return whether a value means a missing one: null, NaN, nothing, or a text for them.
+    """Return whether a value means a missing answer: null, NaN, empty, or a text for them.
 
     A list without any answer counts as missing.
     """
@@ -287,7 +285,7 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
 
 
 def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list[ChatMessage]:
-    """Return copies of a row's messages with its images in their places.
+    """Return copies of a row's messages with its images inserted.
 
     A place is an `<image>` tag of a text, or an empty part `{"type": "image"}`. Without images a
     tag is plain text. Raises DataError unless the numbers of images and places are equal.
@@ -342,12 +340,13 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 # Unpack a parquet file to rows that can be read one by one without pyarrow.
 #
 # A compressed row group cannot be entered in its middle, and pyarrow takes more memory than all
-# else in an environment host; so a file is unpacked once, by a process that then ends. The result
-# is a file of msgpack maps and a file of the places where they end.
+# else in an environment host; so a file is unpacked once, by a process that then ends. The results
+# are a file of msgpack maps and a file of the offsets where they end.
 #
 # A struct of a parquet file has the keys of all rows, null where a row has none: in the columns
-# that hold chat messages and tools those keys are left out. A null in the data there
-# looks the same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
+# that hold chat messages and tools those keys are left out. A null in the data of these columns
+# looks the same and is left out, too; it is kept in a column of maps (`map<string, …>`) and in JSON
+# text.
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
 """Columns of chat messages or tools."""
@@ -366,7 +365,7 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         _unpack(path, rows, ends)
         return
     done = subprocess.run(
-        # -P: a file of the working folder, as queue.py, hides no module of Python's
+        # -P: a file in the working folder, such as queue.py, must not hide a module of Python
         [sys.executable, "-P", "-m", __name__, str(path), str(rows), str(ends)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -400,7 +399,7 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
             hint="write it again, with a codec that this pyarrow has",
         ) from error
     except OSError as error:
-        if error.errno is None:  # Arrow's own, of a page that is damaged
+        if error.errno is None:  # Arrow's own error for a damaged page
             raise errors.DataError(
                 f"{path} is damaged: {error}", hint="copy or write the file again"
             ) from error
@@ -442,7 +441,7 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
 
 
 def _values(column: "Array[Any]", name: str, first: int) -> list[Any]:
-    """Return the values of a column; times as texts if Python's are less precise."""
+    """Return the values of a column; times become texts if Python's types are less precise."""
     from pyarrow import ArrowException, string, types
 
     try:
@@ -596,7 +595,7 @@ class Dataset:
 
 
 def _unreadable(error: BaseException, where: str) -> errors.TinkermqError:
-    """Return the error of a row of unforeseen form."""
+    """Return the error of a row of unexpected form."""
     if isinstance(error, errors.TinkermqError):
         return error
     return errors.DataError(
@@ -664,7 +663,7 @@ class _StoredRows:
 
 
 class _JsonLines(_StoredRows):
-    """The lines of a JSONL file; blank lines belong to the line after them."""
+    """The lines of a JSONL file; a blank line belongs to the next line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path)
@@ -678,7 +677,7 @@ class _JsonLines(_StoredRows):
     def row(self, number: int) -> Mapping[str, Any]:
         raw = self._bytes(number)
         decoded = self._decode(number, raw)
-        if b"\\ud" in raw or b"\\uD" in raw:  # the only way in which half a character gets here
+        if b"\\ud" in raw or b"\\uD" in raw:  # the only source of half a character
             for column, value in decoded.items():
                 self._check_text(number, column, value)
         return decoded

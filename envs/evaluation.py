@@ -1,6 +1,6 @@
 """Evaluations: tasks, scores with their uncertainty, metrics, comparisons.
 
-Pure functions over played episodes. Several episodes of one task are not independent, so means and
+Pure functions over played episodes. Episodes of one task are not independent, so means and
 intervals are over tasks.
 """
 
@@ -37,7 +37,7 @@ _METRIC_BYTES = 14
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The results of one episode that count."""
+    """The results of one episode that scores use."""
 
     task: int
     """Row of the data, or seed of a generated game."""
@@ -187,10 +187,10 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Summarise the episodes of validation tasks; `samples` of each were requested.
 
-    Missing episodes failed: they are counted apart and never as a reward of 0. pass@k is over the
-    tasks whose episodes all ran, and left out for games with roles, where each conversation counts
-    by itself. Episodes of programs are missing only after failures of the infrastructure;
-    `val_agent/outcome_*` reports how the others ended.
+    Missing episodes have failed: they are counted separately, never as a reward of 0. pass@k is
+    over the tasks whose episodes all ran, and left out for games with roles, where each
+    conversation counts by itself. Episodes of programs are missing only after failures of the
+    infrastructure; `val_agent/outcome_*` reports how the others ended.
     """
     done = [score for task in tasks for score in task if score is not None]
     values = {"val/failed_episodes": float(sum(len(task) for task in tasks) - len(done))}
@@ -205,7 +205,7 @@ def validation_metrics(
         "val/success_rate": float(np.mean([score.success for score in done])),
         "val/num_episodes": float(len(done)),
     }
-    played = [score for score in done if score.num_tokens]  # a failed one says nothing but that
+    played = [score for score in done if score.num_tokens]  # a failed episode has no other data
     if played:
         values |= {
             "val/response_length": float(np.mean([score.num_tokens for score in played])),
@@ -292,7 +292,7 @@ def pass_at_k(successes: Sequence[int], n: int) -> dict[int, float]:
 
 
 def summarize(episodes: Iterable[Scored], samples: int = 1) -> dict[str, Any]:
-    """Return mean reward, accuracy, pass@k and the same by type, ready for JSON.
+    """Return mean reward, accuracy and pass@k, in total and by type, as JSON values.
 
     `samples` is the number of requested episodes per task; pass@k is over the tasks that have them
     all.

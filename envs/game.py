@@ -43,7 +43,7 @@ class StepResult:
     done: bool
     """The episode has ended."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further plain values and arrays; they are sent."""
+    """Further plain values and arrays, which are sent in messages."""
     role: Literal["user", "tool"] = "user"
     """The speaker of the observation: the user, or a tool that the policy has called."""
     rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
@@ -126,7 +126,7 @@ class AbstractGame(ABC):
     def finish_early(self) -> StepResult:
         """Return the final reward of an episode that a limit on turns or tokens ends early.
 
-        Only its reward and info count. By default it is 0: the turns have earned all.
+        Only its reward and info count. By default the reward is 0: all rewards are those of turns.
         """
         return StepResult("", 0.0, done=True)
 
@@ -172,7 +172,7 @@ def join_texts(*texts: str) -> str:
 
 
 def check_text(game: AbstractGame, method: str, value: Any) -> str:
-    """Return the result of `method` of `game` if it is a text that can travel.
+    """Return the result of `method` of `game` if it is a text that can be sent.
 
     Raises GameError for anything else.
     """
@@ -193,7 +193,7 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     """Return the StepResult of a step with exact types, else raise GameError."""
     if not isinstance(value, StepResult):
         _refuse(game, "step", value, "a StepResult(observation, reward, done, info)")
-    fields: Any = value  # its fields hold whatever the game has put there
+    fields: Any = value  # its fields may hold any values of the game
     observation, reward, done, info = fields.observation, fields.reward, fields.done, fields.info
     observation = check_text(game, "step's observation", observation)
     if type(reward) is not float:
@@ -215,9 +215,9 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
 
 
 def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
-    """Return the result of `method` as it arrives if it is a dict that can travel.
+    """Return the result of `method`, as a receiver reads it, if it is a dict that can be sent.
 
-    Raises GameError that names the item that cannot.
+    Raises GameError that names an item that cannot be sent.
     """
     values = check_map(game, method, value)
     with _travelling(game, method):
@@ -275,7 +275,7 @@ def _truth(game: AbstractGame, value: Any) -> bool:
 
 @contextlib.contextmanager
 def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
-    """Raise GameError for a returned value that cannot travel."""
+    """Raise GameError for a returned value that cannot be sent."""
     try:
         yield
     except MessageError as error:
@@ -285,7 +285,7 @@ def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
 
 
 def _refuse(game: AbstractGame, what: str, value: Any, expected: str) -> NoReturn:
-    if inspect.iscoroutine(value):  # it will not be awaited
+    if inspect.iscoroutine(value):  # the coroutine will not be awaited
         value.close()
     raise GameError(
         f"{type(game).__name__}.{what} is {shown(value)} ({type(value).__name__}), it must be "
@@ -310,7 +310,7 @@ def check_tools(game: AbstractGame) -> list[dict[str, Any]]:
 def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
     """Turn an exception of a game into a GameError with the end of its traceback.
 
-    An error of ours stays as it is: it says what to do.
+    A TinkermqError is returned unchanged, since it has a hint.
     """
     ours = root_cause(error)
     if isinstance(ours, TinkermqError):

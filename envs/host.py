@@ -39,7 +39,7 @@ from .running.runners import BoundedRunner, Runner, TimedRunner, make_runner
 
 
 class HostGone(errors.GameError):
-    """The host of the episode no longer answers: the episode starts again elsewhere."""
+    """The host of an episode does not answer any more: the episode starts again elsewhere."""
 
     code = "host_gone"
 
@@ -100,18 +100,18 @@ class RolePlayer:
         return self.answer
 
     def finish(self) -> "asyncio.Future[StepResult]":
-        """Return a reward of 0: in a game with roles the turns have earned all."""
+        """Return a reward of 0: in a game with roles all rewards are those of turns."""
         finished = _promise()
         finished.set_result(StepResult("", 0.0, done=True))
         return finished
 
     def leave(self) -> None:
-        """Leave the game, which ends for all others; a player without tokens left does so."""
+        """Leave the game, which ends it for all; called for a player without tokens left."""
         self.is_played = False
         self._match.lose(self.role)
 
     def settle(self, result: StepResult) -> None:
-        """Answer the last action, if it has not been answered, with the rewards since."""
+        """Answer the last action, if it is still open, with the rewards since then."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(replace(result, reward=self.reward, rewards={}))
             self.reward = 0.0
@@ -157,7 +157,7 @@ class Match:
         return player
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
-        """Refuse: actions are played by roles."""
+        """Raise an error: actions are played by roles."""
         raise errors.StateError(
             f"the game has roles ({', '.join(self._players)}): "
             f"its table takes no action {action!r}",
@@ -165,7 +165,7 @@ class Match:
         )
 
     def finish(self) -> "asyncio.Future[StepResult]":
-        """Refuse: actions are played by roles."""
+        """Raise an error: actions are played by roles."""
         return self.step("")
 
     def leave(self) -> None:
@@ -298,7 +298,7 @@ class HostedEpisode:
 
 MAX_EPISODES = 4096
 MAX_ACTION_BYTES = 256 << 20
-"""Bytes of the actions that are played or wait."""
+"""Bytes of the actions that are played or queued."""
 DRAIN_S = 30.0
 _LEASE_CHECKS = 10
 _LAST_REPLIES_S = 1.0
@@ -452,7 +452,7 @@ class EnvironmentHost:
         )
 
     async def _drain(self, limit_s: float) -> None:
-        """Continue the present episodes until they end, for `limit_s` at most."""
+        """Continue the running episodes until they end, for `limit_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.num_running:
@@ -461,7 +461,7 @@ class EnvironmentHost:
         _log.info("host_drained", host=self.name, abandoned=self.num_running)
 
     async def _keep(self) -> None:
-        """Give up hung games and free episodes with expired leases."""
+        """End hung games, and free episodes with expired leases."""
         next_check = 0.0
         while True:
             self._runner.end_overdue()
@@ -472,7 +472,7 @@ class EnvironmentHost:
             await asyncio.sleep(LOOK_S)
 
     def _renew(self) -> None:
-        """Renew all leases: no step could arrive while the broker was away."""
+        """Renew all leases, since no step could arrive while the broker was away."""
         for held in self._held.values():
             held.touch()
 
@@ -505,11 +505,11 @@ class EnvironmentHost:
 
     @property
     def _most_bytes(self) -> int:
-        """Bytes of one episode in an answer: with the megabyte of the others it fits a message."""
+        """Bytes of one episode in an answer that fit a message beside a megabyte of others."""
         return most_bytes(self._broker.max_payload_bytes) * 3 // 4
 
     async def _reset(self, request: env.ResetRequest, context: RequestContext) -> env.ResetReply:
-        """Start the episodes that are not held yet; return those that are ready, and errors."""
+        """Start the episodes that are not running yet; return those that are ready, and errors."""
         trace = trace_of(context.traceparent)
         held = [self._hold(episode, request, trace) for episode in request.episodes]
         await wait_for_some([episode.opening for episode in held], request.wait_s)
@@ -533,7 +533,7 @@ class EnvironmentHost:
         try:
             record = self._data.record(request.split, request.sample)
         except errors.DataError:
-            return []  # the start of the episode reports it
+            return []  # the start of the episode raises the error
         return self._facts.tools_of(record)
 
     def _hold(self, episode: str, request: env.ResetRequest, trace: str) -> HostedEpisode:
@@ -655,7 +655,7 @@ class EnvironmentHost:
     def _answer(
         self, player: Player, episode: str, action: str, final: bool
     ) -> "asyncio.Future[StepResult]":
-        """Play an action, or only reward an episode; returns the game's answer with the rewards."""
+        """Play an action, or only reward an episode; return the game's answer with the rewards."""
         if self._rewards is None and not final:
             return player.step(action)
         if final:

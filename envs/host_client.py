@@ -1,10 +1,9 @@
 """Client of a job's environment hosts: reset, step and close over the broker.
 
 The requests of one turn of the event loop travel in one message: the resets of a task's episodes,
-the steps of all episodes at one host. A host answers within moments with the ready results and
-names the others, so a slow game delays no other. Results that were not ready are requested again,
-which repeats nothing, until the game's own limit is over. A dead host is noticed by the next such
-request.
+the steps of all episodes at one host. A host quickly answers with the ready results and names the
+others, so a slow game delays no other. The other results are requested again, which plays nothing
+twice, until the game's time limit. Such a request also detects a dead host.
 """
 
 import asyncio
@@ -45,10 +44,10 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class RoleAddress:
-    """A seat at the table of a game with roles."""
+    """The place of a role in a game with roles."""
 
     host: str
-    """The host that holds the table."""
+    """The host of the game."""
     table: str
     """Episode of the table."""
     role: str
@@ -104,8 +103,8 @@ class Started:
 class Environments:
     """Calls to the environment hosts of one job.
 
-    Without any host `reset` and `describe` wait: the actor's heartbeat shows the wait (`waiting`),
-    which ends when a host comes back.
+    Without any host `reset` and `describe` wait for one; the actor's heartbeat shows the wait
+    (`waiting`).
     """
 
     def __init__(
@@ -165,10 +164,9 @@ class Environments:
     ) -> StepResult:
         """Give the game one action.
 
-        A step may queue behind others at its host, whose own limit counts from when the game
-        plays. One of a seat (`seated`) also waits for the other roles, each of which has a lease
-        at the host. Raises HostGone when the host has vanished or stays silent, GameError when the
-        game failed.
+        A step may be queued at its host, whose time limit starts when the game plays it. A step of
+        a role (`seated`) also waits for the other roles, each of which has a lease at the host.
+        Raises HostGone if the host has vanished or does not answer, GameError if the game failed.
         """
         patience_s = math.inf if seated else self._patience_s
         return await self._step(host, (episode, turn, action, False), patience_s)
@@ -202,7 +200,7 @@ class Environments:
         task.add_done_callback(self._closing.discard)
 
     async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
-        """Take a seat and wait for its first turn; the other roles have leases at the host."""
+        """Join as a role and wait for its first turn; the other roles have leases at the host."""
         while True:
             answer = await self._ask_after_reset(seat.host, episode, start, math.inf)
             if isinstance(answer, Started):
@@ -299,7 +297,7 @@ class Environments:
         )
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Retry until a host answers; any answer ends the wait, also an error."""
+        """Retry until a host answers; an error is an answer, too."""
         try:
             return await attempt()
         except _NOBODY:
@@ -311,7 +309,7 @@ class Environments:
                     return await attempt()
 
     def _awaited_host(self) -> str:
-        """Return the host that is waited for, so that the user of a stuck job can restart it."""
+        """Return the missing host, so that the user of a stuck job can restart it."""
         game = f"a host of {self._config.game or 'its game'}"
         if self._last_host:
             return f"{game} ({self._last_host} was the last one, and has ended)"
@@ -331,7 +329,7 @@ def _started(opened: env.Opened, reply: env.ResetReply) -> Started | str | Tinke
 
 
 def _parts(actions: list[Action]) -> list[list[Action]]:
-    """Cut actions into parts of about a megabyte of text, so that each fits into a message."""
+    """Divide actions into parts of about a megabyte of text, each of which fits into a message."""
     parts: list[list[Action]] = [[]]
     num_chars = 0
     for action in actions:

@@ -24,7 +24,7 @@ MAX_BYTES = 2**20
 MAX_ITEM_BYTES = MAX_MESSAGE_BYTES // 2
 """Bytes of one episode in one answer."""
 _CONTAINER_BYTES = 8
-"""Bytes that a list or map counts for, as a message may hold a limited number of them."""
+"""Bytes counted for a list or map, since a message may have a limited number of them."""
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -37,7 +37,7 @@ async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float
 
 
 class ResetAnswer:
-    """Collects the results of starts of episodes."""
+    """Collects the results of episode starts."""
 
     def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
         """At most `most` bytes of one episode are sent."""
@@ -136,7 +136,7 @@ class StepAnswer:
         except GameError as error:
             self._fail(error)
             return None
-        except (TinkermqError, ValueError) as error:  # a program's, not checked before
+        except (TinkermqError, ValueError) as error:  # a program's result is not checked before
             self._fail(GameError(f"an episode's answer cannot travel: {words_of(error)}"))
             return None
         self._num_bytes += num_bytes + _CONTAINER_BYTES * _num_containers(result.info)
@@ -177,7 +177,7 @@ def _too_large(what: str, num_bytes: int, most: int) -> GameError:
 
 
 def _told(error: BaseException) -> ErrorReply:
-    """Return an error as it travels; a foreign exception is the host's own failure, and logged."""
+    """Return an error in its message form; other exceptions are the host's failures, and logged."""
     if not isinstance(error, TinkermqError):
         _log.error("episode_failed_in_host", exc_info=error)
         error = InternalError(

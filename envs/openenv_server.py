@@ -187,7 +187,7 @@ class ServedGame:
             self.data.close()
 
     async def _end_overdue(self) -> None:
-        """End calls of the game that take too long, for ever."""
+        """End calls of the game that take too long; runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.runner.end_overdue()
@@ -196,7 +196,7 @@ class ServedGame:
         game = self.config.game
         name = re.sub(r"[^\w.-]+", "-", self.facts.name if ":" in game else game) or "game"
         text = f"{name}, a game of tinkermq"
-        if self.config.isolation != "process":  # one in processes may not be imported here
+        if self.config.isolation != "process":  # a game in processes may not be importable here
             text = (inspect.getdoc(load_game(game)) or text).partition("\n\n")[0]
         return name, text
 
@@ -217,7 +217,7 @@ class ServedGame:
             for function in functions
         ]
 
-    # Rows as tasks. A gold answer stays here: the game judges by it.
+    # Rows as tasks. Gold answers are not sent: the game itself judges answers.
 
     def splits(self) -> list[dict[str, str]]:
         """Return the splits; none for a game that generates its states."""
@@ -300,7 +300,7 @@ class ServedEnvironment(interfaces.Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self, game: ServedGame) -> None:
-        """Play episodes of `game`; none runs yet."""
+        """Prepare to play episodes of `game`."""
         super().__init__()
         self._game = game
         self._state = EpisodeState()
@@ -356,30 +356,30 @@ class ServedEnvironment(interfaces.Environment):
     def reset(
         self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
     ) -> GameObservation:
-        """Not used: the server awaits `reset_async`."""
+        """Unused: the server awaits `reset_async`."""
         raise NotImplementedError
 
     def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> GameObservation:
-        """Not used: the server awaits `step_async`."""
+        """Unused: the server awaits `step_async`."""
         raise NotImplementedError
 
     async def reset_async(
         self, seed: int | None = None, episode_id: str | None = None, **parameters: Any
     ) -> GameObservation:
-        """Start an episode, in place of one that runs; return the first prompt."""
+        """Start an episode, which ends a running one; return the first prompt."""
         async with self._lock:
             return await self._reset({"seed": seed, "episode_id": episode_id, **parameters})
 
     async def step_async(
         self, action: Any, timeout_s: float | None = None, **parameters: Any
     ) -> Any:
-        """Play one action. Before any reset, `parameters` start the episode."""
+        """Play one action. Before the first reset, `parameters` start the episode."""
         del timeout_s  # the game has limits of its own
         if isinstance(action, mcp_types.ListToolsAction):
             tools = [mcp_types.Tool(**tool) for tool in self.tools]
             return mcp_types.ListToolsObservation(tools=tools)
         async with self._lock:
-            if self._state.episode_id is None:  # a row may choose the tools
+            if self._state.episode_id is None:  # the tools may depend on the row
                 await self._reset(parameters)
             if isinstance(action, mcp_types.CallToolAction):
                 return await self._call_tool(action.tool_name, action.arguments)

@@ -1,8 +1,8 @@
 """The first prompt of an episode.
 
 One instance of the game is reset and makes the prompt, so the two always agree. A generated game is
-reset first and describes its state afterwards, so a game whose description resets it again
-describes its present state.
+reset first and then describes its state, so a description that resets the game again matches the
+present state.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def open_game(
 async def open_async_game(
     game: AbstractGame, *, seed: int, record: Record | None, kwargs: dict[str, Any]
 ) -> list[ChatMessage]:
-    """Do the same for a game whose `reset` may be a coroutine."""
+    """Do the same as `open_game` for a game whose `reset` may be a coroutine."""
     state = _prepare(game, seed, record, kwargs)
     return _describe(game, record, state, await resolve(game.reset(**state)))
 
@@ -105,7 +105,7 @@ def _system(game: AbstractGame) -> list[ChatMessage]:
 
 
 def _describes_itself(game_class: type[AbstractGame]) -> bool:
-    """Return whether the class describes its first state in another text than that of `reset`."""
+    """Return whether the class describes its first state in a different text than `reset`."""
     return (
         game_class.get_user_message_with_state is not AbstractGame.get_user_message_with_state
         or game_class.render_state_for_prompt is not AbstractGame.render_state_for_prompt

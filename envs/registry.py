@@ -16,9 +16,9 @@ from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.foreign import blaming, look_here, place_of, words_of
 from .game import AbstractGame
 
-# Packages that only some games need: each comes with an extra of its own.
+# Packages that only some games need, each with its own extra of tinkermq.
 #
-# A game imports such a package when it is made, so that everything else starts without it.
+# A game imports such a package when it is created, so that all else works without it.
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def import_quietly(name: str) -> ModuleType:
     """Import a module that may use the process-wide random generators."""
     if name in sys.modules:
         return sys.modules[name]
-    from .running.global_random import GlobalRandom  # NumPy, which a list of games does without
+    from .running.global_random import GlobalRandom  # NumPy, which the list of games does not need
 
     with GlobalRandom(0).lent():
         return importlib.import_module(name)
@@ -79,7 +79,7 @@ class GameInfo:
     description: str
     """First line of the class's docstring, or the reason why it cannot be imported."""
     available: bool
-    """Whether it can be imported on this machine."""
+    """Whether the game can be imported on this machine."""
 
 
 def list_games() -> list[GameInfo]:
@@ -137,7 +137,7 @@ def _find_module(module: str, game: str) -> None:
     """Raise GameError unless the package of a module is installed or in the working folder."""
     top = module.partition(".")[0]
     look_here()
-    importlib.invalidate_caches()  # it may have been written a moment ago
+    importlib.invalidate_caches()  # the file may have just been written
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise GameError(
             f"there is no module {top!r} for game {game!r}",
@@ -158,11 +158,11 @@ def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
 
 
 def registered_games() -> dict[str, list[EntryPoint]]:
-    """Return the registered games by name: one entry each, unless several share a name."""
+    """Return the entry points of registered games by name; usually one for each name."""
     games: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         others = games.setdefault(entry.name, [])
-        if entry.value not in [other.value for other in others]:  # a package may be found twice
+        if entry.value not in [other.value for other in others]:  # a package may be listed twice
             others.append(entry)
     return games
 
@@ -241,7 +241,7 @@ def _import_module(name: str, target: str) -> ModuleType:
 
 
 def _blaming_import(target: str) -> AbstractContextManager[None]:
-    """Turn an exception of a game's module at its import into a GameError."""
+    """Convert an exception at the import of a game's module into a GameError."""
 
     def blame(error: BaseException) -> GameError:
         module, place = target.partition(":")[0], place_of(error, (__file__,))

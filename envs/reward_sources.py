@@ -1,7 +1,7 @@
 """Sources of rewards over HTTP and the broker: an endpoint of the user's, or a model that judges.
 
-A source is given a `Case` and returns a `Score`. Requests are repeated while the endpoint is busy
-or away.
+A source receives a `Case` and returns a `Score`. Requests are retried while the endpoint is busy or
+unreachable.
 """
 
 import json
@@ -78,7 +78,7 @@ class Score:
 
 
 class SourceUnusableError(errors.ConfigError):
-    """A source fails every episode for the same reason: the job must end."""
+    """A source fails for every episode with the same reason: the job must end."""
 
 
 def read_score(answer: Any, whose: str) -> Score:
@@ -120,7 +120,7 @@ _BUSY = frozenset({408, 425, 429})
 
 
 class RefusedError(errors.RewardError):
-    """A request was understood and refused: the same one would be refused again."""
+    """A request was refused for its content: an equal one would be refused again."""
 
     def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
         super().__init__(
@@ -265,7 +265,8 @@ _REFUSALS_OF_FIELDS = frozenset({400, 422})
 _REFUSALS_OF_ALL = frozenset({401, 403, 404, 405})
 """Statuses of a wrong key, model or URL: all conversations would be refused."""
 _MOST_REFUSED = 8
-"""After so many refusals, and no answer, the requests and not the conversations are wrong."""
+"""Number of refusals without any answer after which the requests count as wrong, not the
+conversations."""
 
 _log = structlog.get_logger()
 
@@ -461,14 +462,14 @@ class _Reply(NamedTuple):
 
     text: str
     is_cut: bool
-    """Whether a limit cut it, perhaps within the number."""
+    """Whether it was cut by a limit, possibly within the number."""
 
 
 def read_judgement(reply: str, scale: float) -> float:
     """Return the score of a judge's reply as a share of `scale`, from 0 to 1.
 
     The reply must end with a line `Score: N`, where N is a plain decimal number from 0 to `scale`.
-    Raises ValueError, which quotes the last line otherwise.
+    Otherwise raises ValueError, which quotes the last line.
     """
     lines = [line.strip() for line in _without_thinking(reply).splitlines()]
     lines = [line for line in lines if line]

@@ -1,7 +1,7 @@
 """Rewards from outside the game: a function, an endpoint or a judge model scores each action.
 
-The source is called on the host of the game. If it fails, it raises RewardError, which fails the
-episode and blames the reward; the reward is never 0 instead. A function that hangs keeps its
+The source is called on the host of the game. If it fails, the episode fails with a RewardError,
+which blames the reward; a failure never becomes a reward of 0. A function that hangs keeps its
 thread; an async one that blocks delays the others, and after `env.reward.timeout_s` its event loop
 is replaced.
 """
@@ -175,7 +175,7 @@ def make_rewards(
 # one share an event loop in a thread of its own.
 
 MAX_HUNG = 16
-"""Calls of a function that may hang at the same time; beyond it no more calls are made."""
+"""Maximum number of hung calls of a function; beyond it no more calls are made."""
 
 
 class FunctionSource:
@@ -201,7 +201,7 @@ class FunctionSource:
         )
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # one of C that does not tell: it gets all there is
+        except (TypeError, ValueError):  # a function in C without a signature gets all arguments
             return
         if not any(item.kind is item.VAR_KEYWORD for item in parameters):
             self._parameters = frozenset(item.name for item in parameters)
@@ -213,7 +213,7 @@ class FunctionSource:
         answer = await self._in_thread(case)
         if isinstance(answer, Score):
             return answer
-        return await self._in_loop(lambda: answer)  # it has handed on what another async one gave
+        return await self._in_loop(lambda: answer)  # it may return another function's coroutine
 
     async def stop(self) -> None:
         """End the event loop of an async function."""

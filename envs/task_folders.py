@@ -2,8 +2,8 @@
 
 A task is a folder with `instruction.md`, `task.toml`, tests started by `test.sh`, and an image: a
 Dockerfile in `environment/`, or `docker_image` in `task.toml`. The tasks of a folder are the rows
-of a dataset, ordered by name. A folder that cannot be read as a task is an error of the whole
-dataset; a valid task that cannot run here is refused alone (`TaskRefused`). Links are not followed,
+of a dataset, ordered by name. A folder that is not a valid task is an error of the whole dataset;
+only a valid task that cannot run here is refused by itself (`TaskRefused`). Links are not followed,
 since a host reads these files with its own rights.
 """
 
@@ -36,7 +36,7 @@ _HOST_VALUE = re.compile(r"\$\{")
 
 
 class TaskRefused(DataError):
-    """A task that cannot run on this machine or with tinkermq."""
+    """A task cannot run on this machine or with tinkermq."""
 
     def __init__(self, task: str, reason: str, where: str, hint: str = "") -> None:
         """`where` is the file, and perhaps the line, of the unsupported setting."""
@@ -228,7 +228,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def is_task_folder(path: Path) -> bool:
-    """Return whether a folder is meant as a task."""
+    """Return whether a folder has a file of a task."""
     is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
     return is_folder and any((path / name).exists() for name in (INSTRUCTION, SETTINGS, "tests"))
 
@@ -295,12 +295,12 @@ class TaskFolders:
 
 
 def _place_of(name: str) -> float:
-    """Return a number in [0, 1) that depends on a task's name only."""
+    """Return a number in [0, 1) that depends only on a task's name."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) / 2**64
 
 
 def _without_canary(text: str) -> str:
-    """Return an instruction without the lines that mark benchmarks in corpora."""
+    """Return an instruction without the canary lines of benchmarks."""
     lines = text.splitlines(keepends=True)
     while lines and _CANARY.fullmatch(lines[0].rstrip("\r\n")):
         del lines[0]

@@ -1,13 +1,13 @@
-"""Games whose policy calls tools, the seam of environments that others write.
+"""Games whose policy calls tools: the base of adapters for other environments.
 
 A turn of the policy is text with calls (`schemas/tool_calls.py`). Each call is checked against its
-tool's schema and answered by one tool message, in the order of the calls. A call of an unknown
-tool, with wrong arguments or that cannot be parsed gets an answer that says so, from which a policy
-can learn; it is not an error of the game. A turn without a call goes to `answer`, which by default
-ends the episode.
+tool's schema and answered by one tool message, in the order of the calls. A call that cannot be
+parsed, of an unknown tool, or with wrong arguments gets a message as its answer, from which a
+policy can learn; it is not an error of the game. A turn without a call goes to `answer`, which by
+default ends the episode.
 
-Schemas of tools may come from elsewhere, so `checked_tools` bounds them: names, size and depth.
-What tools answer is bounded in length.
+Schemas of tools may be untrusted, so `checked_tools` bounds their names, size and depth. Answers of
+tools are bounded in length.
 """
 
 import json
@@ -33,9 +33,9 @@ MAX_SCHEMA_DEPTH = 32
 """Nested lists and maps of a schema."""
 _EXAMPLE_DEPTH = 8
 _MAX_STEPS = 20_000
-"""Values and schemas compared for one call."""
+"""Maximum number of comparisons of values with schemas for one call."""
 _MAX_NAMED = 32
-"""Choices that a message lists."""
+"""Maximum number of choices in a message."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -76,9 +76,9 @@ class ToolGame(AbstractGame):
     max_result_chars: int = 16_000
     """Characters of one result; a longer one is cut, with a note."""
     max_calls: int = 16
-    """Calls of one turn that are run; the others are answered by a message."""
+    """Maximum number of calls of one turn; further ones are answered by a message."""
     max_tool_turns: int = 256
-    """Turns with calls, after which the episode ends as by a limit (`finish_early`)."""
+    """Maximum number of turns with calls; then the episode ends as by a limit (`finish_early`)."""
 
     _functions: dict[str, Schema] | None = None
     _num_turns = _num_calls = _num_refused = 0
@@ -111,7 +111,7 @@ class ToolGame(AbstractGame):
         return StepResult("", 0.0, done=True)
 
     def step(self, action: str) -> StepResult:
-        """Run the calls of a turn in their order, or pass its answer on."""
+        """Run the calls of a turn in their order, or call `answer` with its text."""
         turn = self._begin_turn(action)
         if not turn.calls:
             return self._answered(self.answer(turn.text))
@@ -179,7 +179,7 @@ class AsyncToolGame(ToolGame):
         """Run a call whose name and arguments fit the tool's schema."""
 
     async def step(self, action: str) -> StepResult:  # pyright: ignore[reportIncompatibleMethodOverride]  # the host awaits it
-        """Run the calls of a turn in their order, or pass its answer on."""
+        """Run the calls of a turn in their order, or call `answer` with its text."""
         turn = self._begin_turn(action)
         if not turn.calls:
             return self._answered(await resolve(self.answer(turn.text)))
@@ -327,7 +327,7 @@ class _Check:
         required = [name for name in _listed(fields.get("required")) if isinstance(name, str)]
         if missing := [name for name in required if name not in value]:
             yield f"{place}{', '.join(missing)} is missing"
-        others = fields.get("additionalProperties", depth > 0)  # no function takes any argument
+        others = fields.get("additionalProperties", depth > 0)  # every argument is unknown
         unknown = [name for name in value if name not in properties]
         if unknown and others is False:
             known = ", ".join(properties) or "none"
@@ -354,7 +354,7 @@ def _type_of(value: Any) -> str:
 
 def _is_of(value: Any, name: Any) -> bool:
     types = _TYPES.get(name) if isinstance(name, str) else None
-    if types is None:  # any type, or one that JSON schemas do not have
+    if types is None:  # any type, or an unknown one
         return True
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 

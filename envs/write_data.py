@@ -27,7 +27,7 @@ class DataMaker:
     """The `make_data` of a game with random rows."""
 
     row: Callable[[random.Random, str, int], Mapping[str, Any]]
-    """Draws the row of a split at an index."""
+    """Draws the row with an index of a split."""
 
     def __call__(
         self, folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0

@@ -45,14 +45,14 @@ BODY_RATE = 16 << 10
 """Bytes of a body that must arrive each second, once its first seconds are over."""
 MAX_DROPPED_BYTES = 64 << 20
 DROPPING_S = 10.0
-"""How much of a body is read, and for how long, once its request was answered."""
+"""Bytes and seconds for reading the rest of a body after its request was answered."""
 _BACKLOG = 1024
 _CHECK_S = 0.5
 _LOGGED_S = 60.0
-"""Refusals are logged once in so many seconds, with their number."""
+"""Seconds between log lines about refusals, each with their number."""
 _CLOSE = (b"connection", b"close")
 _CONNECTION = "tinkermq.connection"
-"""Key in the state of a request's scope."""
+"""Key of the connection in the state of a request's scope."""
 _Protocol = cast("type[H11Protocol]", AutoHTTPProtocol)
 """The protocol of httptools where it is installed; both have the attributes that are used here."""
 
@@ -66,7 +66,7 @@ def _never(scope: Scope) -> bool:
 
 @dataclass(frozen=True)
 class HttpBounds:
-    """What one server's clients may take."""
+    """Limits for the clients of one server."""
 
     idle_s: float = 75.0
     """Wait for the next request on a connection (rounded up), and for its whole head."""
@@ -182,7 +182,7 @@ class BoundedRequests:
     """ASGI middleware that bounds how many requests run, and what is read after an answer."""
 
     def __init__(self, app: Application, bounds: HttpBounds, name: str) -> None:
-        """Bound the requests of `app`, which refusals call `name`."""
+        """Bound the requests of `app`; refusals call it `name`."""
         self._app = app
         self._bounds = bounds
         self._name = name
@@ -208,7 +208,7 @@ class BoundedRequests:
                 self._num_running -= 1
 
     async def _refuse(self, exchange: "_BoundedExchange") -> None:
-        """Answer with status 503, in the words of all APIs."""
+        """Answer with status 503 and the error fields of all APIs."""
         again_s = self._bounds.retry_after_s
         message = f"{self._num_running} requests run, as many as this {self._name} serves at once"
         hint = f"send fewer requests at once, and try again in {again_s} s"
@@ -283,7 +283,7 @@ def _has_no_body(scope: Scope) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address; port 0: a free one. Raises StorageError."""
+    """Return a socket that listens on an address; port 0 takes a free one. Raises StorageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -323,7 +323,7 @@ class HttpServer:
         self._closing: asyncio.Task[None] | None = None
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
-        """Serve at a socket that listens already, until the server is closed or all stop."""
+        """Serve on a listening socket until it is closed or the server stops."""
         if listening.family in (socket.AF_INET, socket.AF_INET6):
             # accepted sockets inherit it; it also ends connections that are being closed
             stalled_ms = round(self._bounds.stalled_s * 1000)
@@ -339,7 +339,7 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def listening(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serve at a socket that listens already; the end of the context closes it."""
+        """Serve on a listening socket; the end of the context closes it."""
         server = await self.listen(listening)
         try:
             yield

@@ -156,7 +156,7 @@ def _check_hosts(config: MachinesConfig) -> None:
         )
 
 
-# Machines: what a pool has requested from a cluster, and how the scheduler reports it.
+# The machines that a pool has requested from a cluster, as the scheduler reports them.
 
 MachineState = Literal["asked", "coming", "here", "draining"]
 

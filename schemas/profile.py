@@ -16,7 +16,7 @@ from .wire.trace import GroupTrace, StepTrace, span_of, trace_of
 
 Shares = dict[str, float]
 PHASES: tuple[str, ...] = ("queue", "weights", "generate", "environment", "other")
-"""What a group may be at while the learner waits for it, in this order."""
+"""Phases of a group while the learner waits for it, in order."""
 _OWN = {
     "train": "train",
     "publish": "publish",
@@ -24,17 +24,17 @@ _OWN = {
     "paused": "paused",
     "other": "rest",
 }
-"""What the learner does by itself in a step, in this order, and what it is called there."""
+"""The learner's own work in a step, in order: kinds of a trace, and their names in a path."""
 
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """The step of median length, and what it was made of, one after the other."""
+    """The step of median length and its parts, in order."""
 
     step: int
     seconds: float
     path: list[tuple[str, float]]
-    """What was waited for or done, and its seconds; they add up to the step's."""
+    """Each wait or work with its seconds, which add up to the step's."""
     task: int | None
     """Task of the group that came last, where the learner waited for it."""
     source: str
@@ -52,11 +52,11 @@ class Profile:
     """The learner's, over these steps."""
     learner: Shares
     waited_for: Shares
-    """Of the learner's wall time: what the groups were at that it waited for."""
+    """Shares of the learner's wall time by the phase of the group that it waited for."""
     generators: dict[str, Shares]
     hosts: dict[str, Shares]
     answer_p50_s: float
-    """What half of the groups waited for an answer of the game, or less."""
+    """Median wait of a group for the game's answer."""
     answer_p95_s: float
     typical: TypicalStep | None
 
@@ -99,9 +99,9 @@ def profile_of(traces: Sequence[StepTrace]) -> Profile:
 
 
 def waited_for(trace: StepTrace) -> list[tuple[str, float]]:
-    """Divide a step's wait among what its last group was at; the seconds add up to the wait.
+    """Divide a step's wait among the phases of its last group; the seconds add up to the wait.
 
-    `other`: the group was at the learner already, had not been issued, or came from outside.
+    `other`: the group had arrived already, was not issued yet, or came from an external agent.
     """
     wait_s = trace.learner.get("wait", 0.0)
     if wait_s <= 0:
@@ -117,11 +117,11 @@ def waited_for(trace: StepTrace) -> list[tuple[str, float]]:
 
 
 def _way(group: GroupTrace) -> list[tuple[float, float, Shares]]:
-    """Return from when to when a group was at what, until it arrived.
+    """Return the start, end and shares of each phase of a group until it arrived.
 
-    Counted back from its arrival, since only lengths are known of another machine's clock. The
-    turns of the slowest episode alternate between engine and game: every part of their time is
-    divided as the whole is.
+    Times are counted back from its arrival, since clocks of machines differ. The turns of the
+    slowest episode alternate between engine and game; each part of their time has the shares of the
+    whole.
     """
     begun = group.arrived - group.rollout_s
     held = begun - group.weights_s
@@ -178,14 +178,14 @@ def _add(sums: dict[str, float], spent: Mapping[str, float]) -> None:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least this share of all values does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
 
 
-# What holds a run up, in plain words, and what to change: from its profile.
+# Advice from a profile: what slows the run down, and what to change.
 
 _WAITS = 0.25
-"""A learner that waits for less of its time is the bottleneck itself."""
+"""A learner that waits for a smaller share of its time is the bottleneck."""
 _HELD_BACK = 0.3
 _NOTABLE = 0.1
 _FULL_HOST = 0.5
@@ -207,11 +207,11 @@ def advise(
     *,
     cores_busy: float = 0.0,
 ) -> list[Advice]:
-    """Say what holds a run up, what matters most first; never nothing.
+    """Return at least one advice on what slows a run down, the most important first.
 
-    `run` is its name, for commands; empty for one that has ended, which only keys of a next run
-    help. `bound` is the key that bounds the staleness, `cores_busy` the share of a machine's cores
-    that were busy, where all of the run is on that machine.
+    `run` is its name, for commands; empty for an ended run, whose advice names configuration keys.
+    `bound` is the key that bounds the staleness, `cores_busy` the busy share of a machine's cores,
+    if the whole run is on that machine.
     """
     waited = profile.learner.get("wait", 0.0)
     if waited < _WAITS:
@@ -265,7 +265,7 @@ _COUNTS = {"generators": "generator.count", "environments": "env.hosts"}
 
 
 def _scaled(run: str, actors: str) -> str:
-    """Return what changes how many there are: a command, or the key of a next run."""
+    """Return what changes the number of actors: a command, or a key for the next run."""
     return f"tinkermq scale {run} {actors}=N" if run else _COUNTS[actors]
 
 
@@ -277,7 +277,7 @@ def _learner_busy(profile: Profile) -> Advice:
 
 
 def _machine_busy(waited: float, cores_busy: float, run: str) -> Advice:
-    """Say that more actors on the same machine would only share its cores."""
+    """Return the advice that more actors on this machine would only share its cores."""
     return Advice(
         f"the learner waited {waited:.0%} of the time for rollouts, and the cores of this machine "
         f"are {cores_busy:.0%} busy: more generators here would not help; add a machine, or make "
@@ -287,12 +287,12 @@ def _machine_busy(waited: float, cores_busy: float, run: str) -> Advice:
 
 
 def _mostly(profile: Profile) -> str:
-    """Return what the groups were at most that the learner waited for."""
+    """Return the phase for which the learner waited longest."""
     return max(profile.waited_for, key=lambda phase: profile.waited_for[phase], default="other")
 
 
 def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
-    """Name what the learner waits for most; whether the bound or the engine is behind it."""
+    """Return advice on the learner's longest wait, caused by the bound, engine, queue or game."""
     waited = profile.learner["wait"]
     mostly = _mostly(profile)
     says = f"the learner waited {waited:.0%} of the time for rollouts"
@@ -324,7 +324,7 @@ def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
 
 
 def _games_are_slow(profile: Profile, run: str, says: str, bound: str) -> Advice:
-    """Tell games that wait for a worker from games that take their time."""
+    """Return advice on games that wait for a worker, or that are slow themselves."""
     says += f", mostly for games, which answered after {seconds_text(profile.answer_p95_s)} (p95)"
     full = mean_share(profile.hosts.values(), "full")
     if profile.hosts and full < _FULL_HOST:
@@ -346,13 +346,13 @@ def seconds_text(seconds: float) -> str:
 
 # The traces of a run as spans, for tools that speak OpenTelemetry: a pure derivation.
 #
-# Only the ids of tasks and steps are made at random and travel; those of the spans below them
-# follow from theirs, so the same traces always give the same spans.
+# Only the ids of tasks and steps are random and sent in messages. The ids of spans below them are
+# derived from these, so the same traces always give the same spans.
 
 
 @dataclass(frozen=True)
 class Span:
-    """One span; moments are seconds since the epoch."""
+    """One span; times are seconds since the epoch."""
 
     name: str
     actor: str
@@ -368,15 +368,15 @@ class Span:
         default_factory=dict[str, int | float | str]
     )
     links: tuple[tuple[str, str], ...] = ()
-    """Trace and span ids of what it follows from."""
+    """Trace and span ids of the spans that it follows."""
 
 
 def spans_of(step: StepTrace) -> Iterator[Span]:
-    """Yield the spans of a step and of those of its groups that it names.
+    """Yield the spans of a step, and of the groups that its trace names.
 
-    Lengths are right everywhere, places not: generation and game alternate within an episode, and
-    stand one after the other here; `send` (of the weights of the version before) and each
-    generator's `swap` (the sum of its pauses) stand at the step's beginning.
+    Durations are exact, start times are not: generation and game alternate within an episode, but
+    are one span each here; `send` (the weights of the version before) and each generator's `swap`
+    (the sum of its pauses) begin with the step.
     """
     for group in step.groups:
         yield from _of_group(group)
@@ -402,7 +402,7 @@ def _of_step(step: StepTrace) -> Iterator[Span]:
 
 
 def _of_weights(step: StepTrace, attributes: Mapping[str, int]) -> Iterator[Span]:
-    """Yield what sending and swapping in new weights took, beside the learner's work."""
+    """Yield the spans of sending new weights and swapping them in, beside the learner's work."""
     trace, root = trace_of(step.traceparent), span_of(step.traceparent)
     lengths = [("send", "learner", step.send_s)]
     lengths += [("swap", name, spent.get("swap", 0.0)) for name, spent in step.generators.items()]
@@ -449,19 +449,19 @@ def _child(parent: str, name: str) -> str:
     return hashlib.sha256(f"{parent}.{name}".encode()).hexdigest()[:16]
 
 
-# -- what an actor spends its wall time on; cheap enough for every turn ----------------------------
+# -- an actor's wall time by kind of work; cheap enough for every turn ----------------------------
 
 
 class TimeUse:
-    """Divides time among what an actor does; of several things at once the first named counts.
+    """Divides wall time among kinds of work; of concurrent kinds the first named counts.
 
-    So the seconds of all kinds add up to the wall time. For one thread or event loop.
+    The seconds of all kinds add up to the wall time. Use one object per thread or event loop.
     """
 
     def __init__(
         self, *kinds: str, rest: str, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`rest` is what the time is called in which none of `kinds` goes on."""
+        """`rest` is the kind of the time in which none of `kinds` runs."""
         self._running = dict.fromkeys(kinds, 0)
         self._rest = rest
         self._clock = clock
@@ -472,7 +472,7 @@ class TimeUse:
 
     @contextmanager
     def doing(self, kind: str) -> Iterator[None]:
-        """Count one more thing of this kind while the block runs."""
+        """Count work of this kind while the block runs."""
         self.begin(kind)
         try:
             yield
@@ -480,19 +480,19 @@ class TimeUse:
             self.end(kind)
 
     def begin(self, kind: str) -> None:
-        """Count one more thing of this kind, until `end`."""
+        """Count work of this kind until `end`."""
         self._running[kind] += 1
         if self._running[kind] == 1:
             self._turn()
 
     def end(self, kind: str) -> None:
-        """End what `begin` began."""
+        """End work that `begin` counted."""
         self._running[kind] -= 1
         if self._running[kind] == 0:
             self._turn()
 
     def reassign(self, source: str, target: str, seconds: float) -> None:
-        """Call seconds of `source` by another name, as many of them as were not taken yet."""
+        """Move seconds of `source` to `target`, at most those since the last `take`."""
         self._settle()
         moved = min(seconds, self._totals[source] - self._last_totals[source])
         self._totals[source] -= moved

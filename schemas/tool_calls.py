@@ -189,9 +189,9 @@ def overlap(text: str, mark: str) -> int:
 # Tool calls in the formats of other models' chat templates.
 #
 # Each reader gets a whole answer and the tools that the model was shown. It returns the texts and
-# calls in order, or nothing if there is no well-formed call; then the answer is text. A model's
-# reader is the one that reads a call as its chat template writes it. In a format without an object
-# of arguments (XML) they get the types of the tool's schema, and a call without arguments is `{}`.
+# calls in order, or nothing if there is no well-formed call; then the answer is text. The reader of
+# a model is the one that reads the calls of its chat template. In a format without a JSON object of
+# arguments (XML), arguments get the types of the tool's schema; a call without arguments has `{}`.
 # Pure.
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]

@@ -21,12 +21,12 @@ def manifest_key(version: int) -> str:
 
 
 def payload_label(scope: JobScope, what: str) -> str:
-    """Return how the name of a job's file of weights begins: others may share its folder."""
+    """Return the prefix of a job's weight files, since jobs may share a folder."""
     return f"{what}-{scope.key}"
 
 
 def payload_of(scope: JobScope) -> re.Pattern[str]:
-    """Return what the names of a job's files of weights match, those of half written ones, too."""
+    """Return the pattern of the names of a job's weight files, including incomplete ones."""
     label = f"v[0-9]+(-from-v[0-9]+)?-{re.escape(scope.key)}"
     return re.compile(rf"\.?{label}-[0-9a-f]{{8}}\.(safetensors|difference)(\.[0-9a-f]{{8}})?")
 

@@ -1,8 +1,8 @@
-"""Authenticate log-ins: decide who connects and with which permissions, and sign the answer.
+"""Authenticate logins: decide who connects and with which permissions, and sign the answer.
 
-Requests are queued per user, per user's processes, and per address for unknown keys, so that a
-flood from one of them does not delay the others. Each queue and its rate are bounded; beyond the
-bound a few requests a second are refused with a reason and the rest wait for the server's timeout.
+Logins are queued per user, per user's processes, and per address for unknown keys, so that a flood
+from one of them does not delay the others. Each queue and its rate are bounded; beyond the bound a
+few logins a second are refused with a reason, the rest run into the server's timeout.
 """
 
 import base64
@@ -43,7 +43,7 @@ class Admission(NamedTuple):
     name: str
     permissions: Permissions
     expires: float | None = None
-    """When the server closes the connection."""
+    """When the server closes the connection, in seconds since the epoch; None: never."""
 
 
 class Authenticator:
@@ -128,7 +128,7 @@ def check_record(record: UserRecord | None, key: str) -> None:
 
 
 def check_invitation(invitation: Invitation, code: str) -> None:
-    """Raise AuthError unless `code` is that of the invitation and it has uses left."""
+    """Raise AuthError unless `code` belongs to the invitation and uses are left."""
     if not keys.is_same(invitation.code_hash, keys.key_hash(code)):
         raise AuthError("no invitation", hint="ask an admin for one")
     if invitation.uses_left < 1 or invitation.expires < time.time():
@@ -140,20 +140,20 @@ def check_invitation(invitation: Invitation, code: str) -> None:
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
-"""The server counts none of them for admitted clients (`connections.py` does)."""
+"""Limits in claims that the server does not enforce (`connections.py` does)."""
 
 
 class LoginRequest(NamedTuple):
-    """A log-in as nats-server reports it."""
+    """A login as nats-server reports it."""
 
     server: str
     """Id of the server."""
     nkey: str
-    """The key by which the server identifies this connection."""
+    """The server's key for this connection."""
     user: str
     password: str
     address: str
-    """Host it comes from."""
+    """Host of the client."""
     client: str
     """Name that the client states."""
 
@@ -199,7 +199,7 @@ class ClaimIssuer:
             },
         }
         if expires is not None:
-            claims["exp"] = math.ceil(expires)  # a client that is closed then is not admitted again
+            claims["exp"] = math.ceil(expires)  # a client closed then is not admitted again
         return self._answer(request, jwt=self._signed(claims))
 
     def refuse(self, request: LoginRequest, why: str) -> bytes:
@@ -226,7 +226,7 @@ class ClaimIssuer:
 
 
 def _text(value: object) -> str:
-    """Return a field that a client states as printable text; it may be anything."""
+    """Return a field that a client states, of any type, as printable text."""
     text = value if isinstance(value, str) else ""
     return "".join(char if char.isprintable() else "?" for char in text)
 
@@ -239,27 +239,27 @@ def _unpacked(data: bytes) -> bytes:
     return base64.urlsafe_b64decode(data + b"=" * (-len(data) % 4))
 
 
-# -- queues of log-ins -----------------------------------------------------------------------------
+# -- queues of logins ------------------------------------------------------------------------------
 
 LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
-"""Log-ins of one user: per second in the long run, and in a burst."""
+"""Logins of one user: per second in the long run, and in a burst."""
 PROCESS_CONNECTIONS = 8
-"""Connections of processes, for each actor that a job may have."""
+"""Connections of processes for each actor that a job may have."""
 PROGRAM_CONNECTIONS = 16
 """Connections with the key of one episode: one for each gateway that uses it."""
 USER_PROGRAMS = 4096
 """Connections with keys of episodes of one user."""
 PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE = 100.0, 2000
-"""Log-ins with keys of episodes of one user: a job starts many at once."""
+"""Logins with one user's episode keys: a job starts many at once."""
 _RUNNING = 16
 _REFUSALS_S = 50.0
 _TURNED_AWAY = "turned away"
-"""The queue of clients that are refused without reading records: the audit may be slow."""
+"""Queue of the clients that are refused without reading records: the audit may be slow."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Logins:
-    """Answers the server's questions, each in a task of its own."""
+    """Answers the server's login requests, each in a task of its own."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Logins:
         user: Callable[[str], UserRecord | None],
         job_secret: bytes,
     ) -> None:
-        """`authenticator` decides; `user` returns records of users from memory."""
+        """`authenticator` decides; `user` returns users' records from memory."""
         self._authenticator = authenticator
         self._issuer = issuer
         self._audit = audit
@@ -284,7 +284,7 @@ class Logins:
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
     def handle_login(self, message: Msg) -> None:
-        """Begin to answer a log-in, or refuse a client with too many."""
+        """Start to answer a login, or refuse a client with too many."""
         try:
             request = read_request(message.data)
         except MessageError as error:
@@ -303,7 +303,7 @@ class Logins:
         await self._queue.settle(deadline_s)
 
     def _line(self, request: LoginRequest) -> str:
-        """Return the queue of a log-in; it does not depend on what the client claims."""
+        """Return the queue of a login; it does not depend on the client's claims."""
         if request.user == "job":
             identity = keys.check_job_key(request.password, self._job_secret)
             if identity is not None:
@@ -317,7 +317,7 @@ class Logins:
         return f"address {request.address}"
 
     def _excess(self, line: str, request: LoginRequest) -> str:
-        """Return why a further log-in is refused; empty if it is not."""
+        """Return the reason to refuse a further login; empty if it is allowed."""
         kind, _, name = line.partition(" ")
         if kind == "user":
             left_s = self._connections.shut_out_s(name)
@@ -343,7 +343,9 @@ class Logins:
         return ""
 
     def _too_many(self, name: str) -> str:
-        """Return why a user or program may not connect once more; empty if it may."""
+        """Return the reason to refuse a user or program a further connection; empty if it is
+        allowed.
+        """
         quota, has = self._connections.quota_of(name), self._connections.num_of(name)
         process = JobConnection.read(name)
         if process is not None and process.episode and has >= PROGRAM_CONNECTIONS:
@@ -364,7 +366,7 @@ class Logins:
                 raise AuthError(why)
         except AuthError as error:
             await self._refuse(message, request, request.user, error.message)
-        except TinkermqError as error:  # not known: the client tries again
+        except TinkermqError as error:  # unknown: the client tries again
             _log.error("login_undecided", user=request.user, error=error.message)
             await message.respond(self._issuer.refuse(request, "the users cannot be read now"))
         else:
@@ -373,7 +375,7 @@ class Logins:
 
 
 def _named(line: str, request: LoginRequest) -> str:
-    """Return the name for a refusal: the user of the key, or what the client claims."""
+    """Return the name for a refusal: the user of the key, or the name that the client claims."""
     kind, _, name = line.partition(" ")
     return request.user if kind == "address" else name
 

@@ -1,10 +1,9 @@
-"""Track the open connections: list and close them, and enforce the quotas on what they send.
+"""Track the open connections: list and close them, and enforce quotas on their traffic.
 
-NATS bounds neither how many connections a user of an auth callout has nor what they send. The
-servers report each connection that opens or closes, and list all of them with their counters;
-every few seconds the list is read, which also corrects the counts. A user over the quota is
-disconnected and let in again after half a minute; of a job's processes only the connection that
-sends too much is closed.
+NATS bounds neither the connections of an auth callout's user nor their traffic. The servers report
+each connection that opens or closes, and list all of them with their counters; every few seconds
+the list is read, which also corrects the counts. A user over the quota is disconnected and admitted
+again after half a minute; for a job's processes only the connection over the bound is closed.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from ...schemas.wire.errors import BrokerError, DeadlineError
 # -- listing and closing, through the server's system account --------------------------------------
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
-"""Deadlines of the first server's answer, which may be busy, and of each further one."""
+"""Deadlines of the first server's answer, which may be busy, and of each further answer."""
 _KICK_S = 2.0
 _PAGE = 1024
 _MAX_ROUNDS = 20
@@ -44,10 +43,10 @@ class Connection(NamedTuple):
     number: int
     user: str
     messages: int = 0
-    """Sent by it so far."""
+    """Messages sent by it."""
     subscriptions: int = 0
     num_bytes: int = 0
-    """Sent by it so far."""
+    """Bytes sent by it."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -56,9 +55,9 @@ class Connection(NamedTuple):
 
 
 async def disconnect_user(system: Client, user: str) -> int:
-    """Close all connections of a user, at every server of the cluster; return how many.
+    """Close all connections of a user, at every server of the cluster; return their number.
 
-    A user that was shut out before cannot connect again.
+    Shut the user out first, so that no connection is opened again.
     """
     closed = 0
     for _ in range(_MAX_ROUNDS):
@@ -90,7 +89,7 @@ async def list_connections(system: Client) -> list[Connection]:
     for page in range(_MAX_ROUNDS):
         reply = await _request_page(system, {"offset": page * _PAGE})
         connections |= {item.key: item for item in reply}
-        if len(reply) < _PAGE:  # of all servers together, so no server has more
+        if len(reply) < _PAGE:  # of all servers together, so no single server has more
             break
     return list(connections.values())
 
@@ -138,16 +137,16 @@ def _parse_page(answer: Msg) -> list[Connection]:
 
 
 # A node ends the processes of a job unless it is cut off, and an open connection outlives its key.
-# So connections of ended jobs are closed. The time counts from when this process first saw that a
-# job had ended, by its own clock, so several auth services may do it.
+# So connections of ended jobs are closed. The grace period starts when this process first sees the
+# ended job, by its own clock, so several auth services may do it.
 
 EVERY_S = 10.0
 GRACE_S = 30.0
-"""Longer than a node waits for actors that drain."""
+"""Longer than a node waits for draining actors."""
 
 
 class JobConnection(NamedTuple):
-    """The job and actor or episode that the name of a connection stands for."""
+    """The job and actor or episode in the name of a connection."""
 
     user: str
     job: str
@@ -157,7 +156,7 @@ class JobConnection(NamedTuple):
 
     @classmethod
     def of(cls, identity: JobIdentity) -> "JobConnection":
-        """Return that of a client with a job key."""
+        """Return the identity of a client with a job key."""
         return cls(identity.user, identity.job, identity.attempt)
 
     @classmethod
@@ -194,7 +193,7 @@ class JobEnds:
             await asyncio.sleep(self._every_s)
             try:
                 await self._inspect()
-            except (BrokerError, DeadlineError, NatsError) as error:  # the next check does it
+            except (BrokerError, DeadlineError, NatsError) as error:  # the next check repeats it
                 _log.warning("connections_not_seen", error=str(error))
 
     async def _inspect(self) -> None:
@@ -269,11 +268,11 @@ class UserConnections:
         await self._try_to_inspect()
 
     def quota_of(self, name: str) -> Quota | None:
-        """Return the quota of the connections under a name; None for none."""
+        """Return the quota of the connections under a name; None if it has none."""
         return OF_INVITATION if name.startswith(f"{INVITED}.") else self._quota(name)
 
     def num_of(self, name: str) -> int:
-        """Return the connections under a name, including those that were just admitted."""
+        """Return the number of connections under a name, including those just admitted."""
         now = time.monotonic()
         expected = [item for item in self._expected.get(name, ()) if now - item < _EXPECTED_S]
         if expected:
@@ -283,7 +282,7 @@ class UserConnections:
         return self._count.get(name, 0) + len(expected)
 
     def num_of_programs(self, user: str) -> int:
-        """Return the connections with keys of episodes of a user's jobs."""
+        """Return the number of connections with keys of episodes of a user's jobs."""
         own = f"{user}."
         names = [name for name in self._count if name.startswith(own) and name.count(".") == 3]
         return sum(self._count[name] for name in names)
@@ -293,7 +292,7 @@ class UserConnections:
         self._expected.setdefault(name, []).append(time.monotonic())
 
     def shut_out_s(self, name: str) -> float:
-        """Return for how many seconds a user is still shut out for having sent too much."""
+        """Return the seconds for which a user over the quota is still shut out; 0: not shut out."""
         left = self._shut_out.get(name, 0.0) - time.monotonic()
         if left <= 0:
             self._shut_out.pop(name, None)
@@ -313,7 +312,7 @@ class UserConnections:
             DeadlineError,
             NatsError,
             ValueError,
-        ) as error:  # the next check does it
+        ) as error:  # the next check repeats it
             _log.warning("connections_not_seen", error=str(error))
 
     async def _opened(self, message: Msg) -> None:
@@ -364,21 +363,21 @@ class UserConnections:
         self._over = over
 
     def _rate(self, connection: Connection, passed_s: float) -> "_Rate":
-        """Return what was sent per second since the last check; all of it for a new connection."""
+        """Return the traffic per second since the last check; all of it for a new connection."""
         before = self._seen.get(connection.key)
         messages = connection.messages - (before.messages if before else 0)
         num_bytes = connection.num_bytes - (before.num_bytes if before else 0)
         return _Rate(messages / passed_s, num_bytes / passed_s)
 
     async def _end(self, name: str, why: str) -> None:
-        """Close a user's connections, at the second check in a row that finds an excess."""
+        """Close a user's connections at the second consecutive check with an excess."""
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
         audited = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
         await asyncio.gather(
             audited, disconnect_user(self._system, name)
-        )  # before log-ins use up the bound
+        )  # before logins use up the bound
 
     async def _end_process(self, connection: Connection, why: str) -> None:
         await close_connection(self._system, connection)
@@ -386,14 +385,14 @@ class UserConnections:
 
 
 class _Rate(NamedTuple):
-    """What a connection sends a second."""
+    """A connection's traffic per second."""
 
     messages: float
     num_bytes: float
 
 
 def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
-    """Return which quota a user exceeds; empty if none."""
+    """Return the quota that a user exceeds; empty if none."""
     messages = sum(rate.messages for rate in rates)
     if quota.max_messages_s is not None and messages > quota.max_messages_s:
         return f"{messages:,.0f} messages a second, the quota is {quota.max_messages_s:,}"
@@ -409,7 +408,7 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
 def _excess_of(
     process: JobConnection, rate: _Rate, connection: Connection, of_job: list[Connection]
 ) -> str:
-    """Return which bound a process or program exceeds; empty if none."""
+    """Return the bound that a process or program exceeds; empty if none."""
     who, most = "a process", PROCESS_MESSAGES_S
     num = sum(item.subscriptions for item in of_job)
     if num > JOB_SUBSCRIPTIONS and connection.subscriptions * len(of_job) >= num:

@@ -1,8 +1,8 @@
 """Run the auth service, over four connections.
 
-The callout account receives log-ins; the system account closes connections; the pool's own account
-stores users and answers nodes. Requests of users, to the service and to the store, have the
-fourth: a flood of them delays no log-in.
+The callout account receives logins; the system account closes connections; the pool's own account
+stores users and answers nodes. Requests of users, to the service and to the store, use the fourth,
+so that a flood of them delays no login.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class JobKeys:
         self._secret = secret
 
     async def open(self, service: Service) -> None:
-        """Answer nodes; no one else may publish there."""
+        """Answer nodes; no other clients may publish there."""
         await service.endpoint("job-key", rpc("node", "keys", "job"), JobKeyRequest, self._sign)
 
     async def _sign(self, request: JobKeyRequest) -> NewKey:
@@ -94,14 +94,15 @@ class JobKeys:
         return NewKey(secret=job_key(identity, self._secret))
 
 
-# -- secrets with which environment hosts sign the keys of episodes --------------------------------
+# -- secrets by which environment hosts sign the keys of episodes ----------------------------------
 
 
 class EpisodeSecrets:
-    """Gives the hosts of a live job the secret with which they sign keys of episodes.
+    """Gives the hosts of a live job the secret by which they sign keys of episodes.
 
-    The keys permit no more than callers may do anyway: they are the job's user and its environment
-    hosts. They ask once, so that episodes can begin while the auth service is away.
+    The keys permit no more than the callers may do anyway: they are the job's user and its
+    environment hosts. A host requests the secret once, so that episodes can begin while the auth
+    service is away.
     """
 
     def __init__(self, jobs: JobStore, pool_secret: bytes) -> None:
@@ -110,7 +111,7 @@ class EpisodeSecrets:
         self._pool_secret = pool_secret
 
     async def open(self, service: Service) -> None:
-        """Answer hosts; the broker permits them to name only their own job."""
+        """Answer hosts; the broker lets them name only their own job."""
         subject = JobScope.all_episode_keys()
         await service.endpoint("episode-keys", subject, Empty, self._episode_secret, fair=True)
 
@@ -149,7 +150,7 @@ async def serve(
 ) -> None:
     """Serve with these secrets until `context.stopping` is set.
 
-    Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed.
+    Every `look_s`, connections of jobs that ended more than `grace_s` ago are closed.
     """
     async with request_connection(context.broker, context.stopping) as requests:
         if requests is not None:
@@ -233,20 +234,20 @@ R = TypeVar("R")
 _PAGE_USERS = 500
 """Users in one answer."""
 _ROTATIONS, _ROTATIONS_S = 10, 1 / 60
-"""How often users may replace their own key: in a burst, and per second in the long run."""
+"""Bounds on a user's replacements of the own key: in a burst, and per second in the long run."""
 _OWN_KICK_S = 1.0
 _AGAIN_S = 120.0
-"""How long a repeated request for a new user is answered with the same key."""
+"""How long a repeated request for a new user gets the same key."""
 _DAY_S = 86_400
 
 
 class _UserRequests:
-    """Answers on `rpc.<user>.users.<method>`."""
+    """Answers requests on `rpc.<user>.users.<method>`."""
 
     def __init__(self, users: UserStore, audit: Audit, system: Client, secret: bytes) -> None:
         """Change `users`; close connections through the server's `system` account.
 
-        Keys follow from the pool's `secret` and the id of the request that makes them.
+        Keys are derived from the pool's `secret` and the id of the request that creates them.
         """
         self._users = users
         self._secret = secret
@@ -295,7 +296,7 @@ class _UserRequests:
         async def work() -> NewKey:
             known, now = await self._known(request.user), time.time()
             key = api_key(known.user, self._secret, "rotate", context.user, request.request_id)
-            if known.revoked is None and is_same(known.key_hash, key_hash(key)):  # come again
+            if known.revoked is None and is_same(known.key_hash, key_hash(key)):  # a repetition
                 return NewKey(secret=key, user=known.user, expires=known.expires)
 
             def replace(record: UserRecord) -> UserRecord:
@@ -400,7 +401,7 @@ class _UserRequests:
         return UserReply(user=_info(await self._known(context.user)))
 
     async def _create(self, record: UserRecord) -> UserRecord:
-        """Make a user, or return the user that the same request has made before."""
+        """Make a user, or return the user that the same request has already made."""
         try:
             await self._users.create(record)
         except errors.ConflictError as error:
@@ -423,7 +424,7 @@ class _UserRequests:
         target: str,
         work: Callable[[], Awaitable[R]],
     ) -> R:
-        """Call a method for admins; `rotate` also for users themselves."""
+        """Call a method for admins; users themselves may also call `rotate`."""
         try:
             caller = await self._known(context.user)
             own_key = what == "users.rotate" and target == context.user
@@ -459,7 +460,7 @@ class _UserRequests:
 
 
 def _is_again(known: UserRecord, key_hash: str) -> bool:
-    """Return whether this request has made the user already, shortly before."""
+    """Return whether this request has made the user already, a short time ago."""
     return is_same(known.key_hash, key_hash) and time.time() - known.created < _AGAIN_S
 
 

@@ -1,9 +1,9 @@
-"""Check what guests read from and write to JetStream, and pass it on.
+"""Check guests' reads and writes of JetStream, and forward them.
 
 A guest cannot use JetStream directly, because a request also names the subject of its answer. Here
-the subject of a request names the caller (the broker enforces it) and the operation; the request is
-written anew and sent to JetStream with the guest's inbox as reply subject, so that the answer,
-however large, goes from the server straight to the guest.
+a request's subject names the caller (the broker enforces it) and the operation; the request is
+rewritten and sent to JetStream with the guest's inbox as reply subject, so that the answer, however
+large, goes from the server directly to the guest.
 """
 
 import asyncio
@@ -52,15 +52,16 @@ from ...schemas.wire.subjects import (
 )
 from ...schemas.wire.trace import TRACEPARENT
 
-# The users in memory, for cheap look-ups of quotas. Log-ins read the record itself (`callout.py`);
-# a change arrives here a moment later.
+# Users in memory, for cheap look-ups of quotas.
+#
+# Logins read the record itself (`callout.py`); changes arrive here a moment later.
 
 _RETRY_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class UserCache:
-    """The users, a moment old."""
+    """A copy of the users' records, a moment old."""
 
     def __init__(self, broker: Broker) -> None:
         """Start without users; `open` reads them."""
@@ -77,7 +78,7 @@ class UserCache:
         await self._mirror.close()
 
     async def run(self) -> None:
-        """Read what changes, for ever."""
+        """Read changes, for ever."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -109,7 +110,7 @@ _MAX_KNOWN = 10_000
 
 
 class StorageBounds:
-    """Checks whether there is room for what a guest stores."""
+    """Checks whether there is room for a guest's message."""
 
     def __init__(self, broker: Broker, known: UserCache) -> None:
         """Count through this connection; quotas are those of `known` users."""
@@ -120,7 +121,7 @@ class StorageBounds:
         self._records: dict[str, tuple[float, JobRecord]] = {}
 
     async def check(self, guest: Guest, subject: str, num_bytes: int) -> None:
-        """Raise MessageError, NotFoundError or QuotaError for what a guest may not add."""
+        """Raise MessageError, NotFoundError or QuotaError if a guest may not add the message."""
         parts = subject.split(".")
         if parts[0] != "$KV":
             return
@@ -156,7 +157,7 @@ class StorageBounds:
         keys.add(subject)
 
     async def _record(self, user: str, job: str) -> JobRecord:
-        """Return the record of a job, some seconds old."""
+        """Return the record of a job, up to some seconds old."""
         key, now = f"{user}.{job}", time.monotonic()
         if key in self._records and now - self._records[key][0] < _KNOWN_S:
             return self._records[key][1]
@@ -170,16 +171,16 @@ class StorageBounds:
 
 
 _QUEUE = "door"
-"""Queue group of the auth services that share the requests: the same for all of them."""
+"""Queue group in which all auth services share the requests."""
 _SETTLE_S = 1.0
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _HEADERS = (EXPECTED_SEQ, TTL, OPERATION, WRITE_ID, TRACEPARENT)
-"""Headers that a guest's message keeps; others might do more than store it."""
+"""Headers that a guest's message keeps; others could do more than store it."""
 
 
 class StoreProxy:
-    """Answers below `rpc.<user>.store` and `job.<user>.<job>.store.<role>`."""
+    """Answers requests below `rpc.<user>.store` and `job.<user>.<job>.store.<role>`."""
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class StoreProxy:
     ) -> None:
         """Receive and forward requests of guests over `requests`; read records through `broker`.
 
-        `bounds` checks what guests may add; `bound` returns how many requests of a user may run at
+        `bounds` checks guests' additions; `bound` returns how many requests of a user may run at
         once.
         """
         self._requests = requests
@@ -222,8 +223,7 @@ class StoreProxy:
         await self.share.settle(_SETTLE_S)
 
     def _handle(self, message: Msg) -> None:
-        """Answer when it is the user's turn; a request beyond the user's bound is dropped, and the
-        guest repeats it."""
+        """Answer in the user's turn; drop a request beyond the bound: the guest repeats it."""
         if message.reply.startswith(INBOXES):
             user = message.subject.split(".")[3]
             self.share.submit(user, lambda: self._answer(message), len(message.data))
@@ -241,7 +241,7 @@ class StoreProxy:
                 raise errors.MessageError(f"the store proxy cannot {verb}")
         except (errors.MessageError, errors.NotFoundError, errors.QuotaError) as error:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
-        except ConnectionLost:  # dropped with all that waited: the guest repeats it
+        except ConnectionLost:  # dropped with all waiting requests: the guest repeats it
             return
         except (
             errors.TinkermqError
@@ -284,7 +284,7 @@ class StoreProxy:
             )
 
     async def _exists(self, stream: str, message: Msg) -> bool:
-        """Return whether a stream exists; if not, reply so to the guest."""
+        """Return whether a stream exists; report a missing one to the guest."""
         now = asyncio.get_running_loop().time()
         if now - self._known.get(stream, float("-inf")) < _KNOWN_S:
             return True
@@ -300,7 +300,7 @@ class StoreProxy:
         return True
 
     async def _refuse(self, message: Msg, why: str) -> None:
-        """Answer in the form of the request: a read, or a call of the API."""
+        """Refuse in the form of the request: a read, or a call of the API."""
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
         headers = {STATUS: FORBIDDEN, DESCRIPTION: " ".join(why.split())}
         await self._requests.publish(message.reply, body, headers)

@@ -1,9 +1,9 @@
-"""Checks before every request: its origin, its size, and what browsers may do.
+"""Checks of every request: origin, size, and rights of browsers.
 
-Pages run no script and load nothing that this gateway did not serve. A browser's request that
-changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that
-`Sec-Fetch-Site` or `Origin` must name it. Without log-ins the gateway answers only under names of
-this machine, so that no web site can reach it under a name of its own.
+Pages run only scripts of this gateway and load only its files. A browser's request that changes
+something must come from one of these pages: cookies are `samesite=strict`, and `Sec-Fetch-Site` or
+`Origin` must name the gateway. Without log-ins the gateway answers only under names of this
+machine, so that no web site can reach it under the site's own name.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class Guard:
                 headers.setdefault("cache-control", "no-store")
                 headers.setdefault("date", formatdate(usegmt=True))
             elif not message.get("more_body", False):
-                held.close()  # the server may still drop the rest of the request
+                held.close()  # closes later: the server may still drop the rest of the request
             await send(message)
 
         app = self._refusal(scope, largest) or self._app
@@ -118,7 +118,7 @@ def _largest(scope: Scope) -> int:
 
 
 def _same_origin(headers: Headers, host: str) -> bool:
-    """Return whether a request comes from our own pages, or not from a browser."""
+    """Return whether a request comes from the gateway's own pages, or not from a browser."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     if site is not None and site not in ("same-origin", "none"):

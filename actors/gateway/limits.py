@@ -1,7 +1,8 @@
 """Limits of the gateway (deadlines, bodies, concurrent requests) and its `/metrics`.
 
 `/metrics` is Prometheus' text format. A scrape with a key (`authorization: Bearer …`) also gets the
-jobs, actors and nodes that its user may see; without keys at the broker every scrape does.
+jobs, actors and nodes that its user may see; if the broker requires no keys, every scrape gets
+them.
 """
 
 import asyncio
@@ -22,24 +23,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_REQUESTS = 1024
-"""Requests that run at once, without light ones."""
+"""Maximum number of concurrent requests, without light ones."""
 MAX_LOCAL_REQUESTS = 512
-"""The same in a pool without users: half of what its one visitor may have, pages included."""
+"""The same in a pool without users: half of the limit of its one visitor, pages included."""
 RETRY_AFTER_S = 5
 MAX_INFERENCE_BYTES = 8 << 20
 MAX_PROGRAM_BYTES = 1 << 30
 """Bound on a program's body. The endpoints of programs have lower bounds, and refuse larger bodies
-in the words of the API."""
+in the form of the API."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_FORM_BYTES = 16 << 10
 MAX_RUNNING = 256
-"""Requests and live streams of one user at a time."""
+"""Maximum concurrent requests and live streams of one user."""
 MAX_HELD_BYTES = 64 << 20
-"""Bytes of bodies of one user at a time."""
+"""Maximum bytes of the bodies of one user at the same time."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Bytes of answers of one user at a time: the unread part of streams, and whole other answers."""
+"""Maximum bytes of answers of one user: the unread part of streams, and other answers
+completely."""
 MAX_THREADS = 2
-"""Threads that work for one user at a time; waiting work has no thread."""
+"""Maximum number of threads for one user; queued work has no thread."""
 _CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
 _APIS = ("/v1/", "/tinker/", "/e/")
 _TINKER = "/tinker/api/v1/"
@@ -62,7 +64,7 @@ def http_bounds(max_running: int = MAX_REQUESTS) -> HttpBounds:
 
 
 def _is_light(scope: Scope) -> bool:
-    """Return whether a request is short: for a page, health or a heartbeat, and no stream."""
+    """Return whether a request is short: a page, health or a heartbeat, but not a stream."""
     if any(name == b"accept" and b"event-stream" in value for name, value in scope["headers"]):
         return False
     path: str = scope["path"]
@@ -78,7 +80,7 @@ def content_length(headers: Mapping[str, str]) -> int | None:
 
 
 def body_bytes(headers: Mapping[str, str], largest: int) -> int:
-    """Return how large the body of a request is, or may be, up to `largest`."""
+    """Return the size of a request's body, or its bound, at most `largest`."""
     length = content_length(headers)
     if length is not None:
         return min(length, largest)
@@ -86,7 +88,7 @@ def body_bytes(headers: Mapping[str, str], largest: int) -> int:
 
 
 def max_body_bytes(path: str) -> int:
-    """Return the size of the largest body that is read: conversations may hold images."""
+    """Return the maximum size of a body; conversations may contain images."""
     if path.startswith(("/v1/", "/tinker/")):
         return MAX_INFERENCE_BYTES
     return MAX_CONFIG_BYTES if path in _CONFIGS else MAX_FORM_BYTES
@@ -97,7 +99,7 @@ TAKEN = "tinkermq.taken"
 
 
 class Taken:
-    """One request's part of its user's share."""
+    """The bytes of one request within its user's share."""
 
     def __init__(self, body_bytes: int, running: "set[Taken]") -> None:
         """Count so many bytes: the length of the body, or its bound if that is unknown.
@@ -111,7 +113,7 @@ class Taken:
     def hold(self, num_bytes: int) -> None:
         """Count more bytes for the answer.
 
-        Raises BusyError if the user's answers together have too many, ConfigError if this one has.
+        Raises BusyError if the user's answers together are too large, ConfigError if this one is.
         """
         if self.answer_bytes + num_bytes > MAX_ANSWER_BYTES:
             raise ConfigError(
@@ -127,7 +129,7 @@ class Taken:
         self.answer_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Count bytes no more that were read."""
+        """Stop counting bytes that were read."""
         self.answer_bytes -= num_bytes
 
     def settle(self, body_bytes: int) -> None:
@@ -174,7 +176,7 @@ class Share:
             self._running.remove(request)
 
     async def in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run slow work in a thread, `MAX_THREADS` of a user at a time."""
+        """Run slow work in a thread; one user has at most `MAX_THREADS`."""
         async with self._threads:
             return await asyncio.to_thread(function, *args, **kwargs)
 

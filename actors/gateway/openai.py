@@ -4,9 +4,9 @@
 `/v1/messages` send requests to the server of an inference job, or to a sampler of a Tinker service
 for the path of a checkpoint (`tinker://…`). Errors have the form of each API.
 
-A parameter that would have no effect is refused by name instead of ignored, unless it is a label or
-its value asks for nothing. Chat Completions keep reasoning in their text, as other servers do,
-unless the answer has a form without room for it; Responses and Messages return it as reasoning.
+A parameter without effect is refused by name, unless it is a label or its value is the default.
+Chat Completions keep reasoning in their text, like other servers, unless the required form of the
+answer excludes it; Responses and Messages return it as reasoning.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class Serving:
         return record.serves or record.name
 
     def is_called(self, name: str) -> bool:
-        """Whether a name is one of this model: job, run, or `run@step`."""
+        """Whether a name means this model: job, run, or `run@step`."""
         record = self.record
         if self.adapter:
             return name == self.adapter
@@ -246,20 +246,20 @@ Query: TypeAlias = infer.ChatRequest | infer.CompletionRequest
 
 _STATEFUL = "x-tinkermq-stateful"
 _LARGE = 64 << 10
-"""Bytes of a body or answer that is processed in a thread, not to block the loop."""
+"""Bytes from which a body or answer is processed in a thread, so that the loop is not blocked."""
 _VALUE_BYTES = 64
-"""JSON bytes of an answer per token, log-prob and likeliest token."""
+"""JSON bytes of an answer for each token, log-prob and likeliest token."""
 _PIECE_ITEMS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
 _KEEPALIVE_S = 15.0
-"""Shorter than the timeouts of reverse proxies for idle streams."""
+"""Interval that is shorter than the timeouts of reverse proxies for idle streams."""
 _CLIENT_CLOSED = 499
 _SHOWN = 100
 _SAMPLED = frozenset(Decoding.model_fields)
 """Sampling options of served models."""
 _SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
-"""Fields with an effect for served models; in an episode answers are trained as generated."""
+"""Fields with an effect only for served models; in an episode answers are trained as generated."""
 _NO_EFFORT = "how much a model thinks is set by its chat template: leave it out"
 _HINTS = {
     "background": "answers are not kept: ask for a stream, and read it",
@@ -283,7 +283,7 @@ class Answering:
     """Answers requests of every API."""
 
     def __init__(self, models: ServedModels, keepalive_s: float) -> None:
-        """Answer with `models`; idle streams get a sign of life every `keepalive_s`."""
+        """Answer with `models`; idle streams get a keep-alive sign every `keepalive_s`."""
         self._models = models
         self._keepalive_s = keepalive_s
 
@@ -372,10 +372,10 @@ class ServedAnswer:
         self._vocabulary = ""
 
     def push(self, part: infer.InferPart) -> Iterator[str]:
-        """Take a part; yield what is new as events."""
+        """Read a part; yield its content as events."""
         reader = self._reader
         if reader is None:
-            # a chat keeps its reasoning in the text, unless its form has no room for it
+            # a chat keeps its reasoning in the text, unless its form excludes it
             has_form = bool(part.opened) and self._request.format is not None
             reader = self._reader = AnswerReader(
                 self._api,
@@ -423,7 +423,7 @@ class ServedAnswer:
 async def _whole(
     parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer, room: Room | None
 ) -> bytes:
-    """Return an answer as JSON; it occupies `room` until the request is over."""
+    """Return an answer as JSON; it counts against the user's share until the request is over."""
     held_bytes = 0
     async with aclosing(parts):
         async for part in parts:
@@ -438,7 +438,7 @@ async def _whole(
 
 
 def _held_bytes(part: infer.InferPart) -> int:
-    """Estimate the bytes of an answer that a part makes."""
+    """Estimate the bytes that a part adds to an answer."""
     num_values = sum(
         len(delta.token_ids) + len(delta.logprobs) + sum(map(len, delta.top_logprobs))
         for delta in part.deltas
@@ -450,7 +450,7 @@ def _held_bytes(part: infer.InferPart) -> int:
 def _json(value: Any, depth: int = 4) -> Iterator[str]:
     """Yield JSON in pieces, so that other threads can run in between.
 
-    Down to a choice's fields each value is a piece; below them a piece has several list items.
+    Each value down to a choice's fields is a piece; below them a piece has several list items.
     """
     if isinstance(value, dict) and depth:
         fields = cast("dict[str, Any]", value).items()
@@ -480,7 +480,7 @@ async def _stream(
     waiting: str,
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer; if the reader disconnects, the server stops."""
+    """Yield the events of an answer; if the client disconnects, the server stops."""
     try:
         while True:
             while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
@@ -518,7 +518,7 @@ def _refuse_stateful(named: str, param: str) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something, but cancel it when the client disconnects."""
+    """Await an awaitable, and cancel it when the client disconnects."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -531,7 +531,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _first_of(parts: AsyncGenerator[infer.InferPart, None], wait_s: float) -> _Coming:
-    """Wait shortly for the first part, so that a refusal gets its own HTTP status."""
+    """Wait briefly for the first part, so that a refusal gets its own HTTP status."""
     coming = asyncio.ensure_future(anext(parts))
     try:
         if (await asyncio.wait({coming}, timeout=wait_s))[0]:
@@ -637,7 +637,7 @@ def guarded(
 
 
 def api_of(path: str) -> answers.ModelApi:
-    """Return the API whose form errors have under a path."""
+    """Return the API in whose form errors are written under a path."""
     return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
 
 

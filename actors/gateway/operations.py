@@ -30,7 +30,8 @@ from ...schemas.wire.message import Message, summarize
 from .limits import Share
 from .sessions import Visitor
 
-# -- calls of the scheduler for one visitor --------------------------------------------------------
+# -- requests to the scheduler for one visitor
+# --------------------------------------------------------
 
 R = TypeVar("R", bound=Message)
 
@@ -111,7 +112,7 @@ class SubmitBody(Body):
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from, `run@last` or `run@best`."""
     weights_only: bool = False
-    """Begin a new run with that checkpoint's weights instead of `model.path`."""
+    """Start a new run with that checkpoint's weights instead of `model.path`."""
     adapters: list[str] = Field(default_factory=list[str], max_length=64)
     """LoRA checkpoints (`run@step`) that an inference job serves beside its model."""
     priority: Priority = 0
@@ -146,7 +147,7 @@ class PriorityBody(Body):
 
 
 def _words(value: Any) -> Any:
-    """Return the words of a text, as a form sends tags."""
+    """Return the words of a text; forms send tags like this."""
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 

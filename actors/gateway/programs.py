@@ -1,9 +1,9 @@
-"""Requests of agent programs: those with the key of an episode, under any path.
+"""Requests of agent programs: all requests with the key of an episode, under any path.
 
-Each episode has its own connection to the broker, which grants the rights of this one episode, and
-is used once the episode's host has confirmed the key. Connections are bounded, also per
-user, and close when idle. Requests are answered by the same proxy that programs use next to their
-host; they never reach the rest of the gateway.
+Each episode has its own connection to the broker, with the rights of this episode only. It is used
+after the episode's host has confirmed the key. Connections are bounded, also per user, and close
+when idle. Requests are answered by the same proxy that programs use next to their host; they never
+reach the rest of the gateway.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from .limits import TAKEN, Share, body_bytes
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
-"""Episodes of one user, and as many requests of their programs at a time."""
+"""Maximum number of one user's episodes, and of concurrent requests of their programs."""
 MAX_USER_BYTES = 256 << 20
-"""Bound on the bodies of one user's programs at a time."""
+"""Maximum bytes of the bodies of one user's programs at the same time."""
 MAX_BODIES_BYTES = 512 << 20
-"""Bound on all bodies that are being read."""
+"""Maximum bytes of all bodies that are being read."""
 IDLE_S = 120.0
 _OVER_IDLE_S = 10.0
 _REFUSED_S = 10.0
@@ -48,7 +48,7 @@ class ProgramEpisodes:
     """Finds the episode of a key."""
 
     def __init__(self, url: str, *, with_keys: bool) -> None:
-        """Use the broker at `url`, which requires keys or does not; nothing is opened yet."""
+        """Use the broker at `url`, which may require keys; nothing is opened yet."""
         self._url = url
         self._with_keys = with_keys
         self._episodes: dict[str, RemoteEpisode] = {}
@@ -75,9 +75,9 @@ class ProgramEpisodes:
         return self._shares[user]
 
     async def of_key(self, key: str) -> RemoteEpisode:
-        """Return the episode of a key, connected if need be.
+        """Return the episode of a key, with a connection.
 
-        Raises KeyRefused, BusyError where too many are connected, and BrokerError.
+        Raises KeyRefused, BusyError if too many are connected, and BrokerError.
         """
         match = self._episodes.get(key)
         if match is not None and not match.broker.closed.is_set():

@@ -63,7 +63,7 @@ _log = structlog.get_logger()
 
 
 def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> Starlette:
-    """Return the application that serves the visitors of `sessions`.
+    """Return the application for the visitors of `sessions`.
 
     `local_only`: answer only under names of this machine. `secure`: cookies are for TLS only.
     """
@@ -104,7 +104,7 @@ class _Brokers:
     """The visitors' connections, for the model APIs."""
 
     async def broker(self, request: Request) -> Broker:
-        """Return the visitor's connection; a missing key is a 401."""
+        """Return the visitor's connection; status 401 without a key."""
         try:
             return (await visitor_of(request)).broker
         except LogInError as error:
@@ -127,7 +127,7 @@ register_url_convertor("int", _Number())
 
 
 class _Static(StaticFiles):
-    """Files that a browser caches: their addresses change with their contents."""
+    """Files that a browser caches: their URLs change with their contents."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         reply = await super().get_response(path, scope)
@@ -238,7 +238,7 @@ async def _crash(request: Request, error: Exception) -> Response:
 DRAIN_S = 5
 _RETRY_S = 0.5
 _OPEN_FILES = 8 * limits.MAX_REQUESTS
-"""Files: one for each connection, idle ones too, and those towards the broker."""
+"""Open files: one for each connection, idle ones included, and those to the broker."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ async def run(options: Options) -> None:
     Raises ConfigError for a forbidden address and for a certificate that cannot be used,
     StorageError for an address in use, BrokerError when no broker answers.
     """
-    login = take_login()  # visitors use their own keys, never this one
+    login = take_login()  # visitors use their own keys, never the gateway's
     check_url(options.nats)
     _check_certificate(options)
     with_keys = await _until_broker(options.nats, options.patience_s)
@@ -338,7 +338,7 @@ async def _until_broker(url: str, patience_s: float) -> bool:
 
 
 def _settle_open_files() -> None:
-    """Raise the limit on open files, as far as the system allows."""
+    """Raise the limit on open files as far as the system allows."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
     if soft != resource.RLIM_INFINITY and soft < num_files:
@@ -369,8 +369,8 @@ def _check_certificate(options: Options) -> None:
 async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncIterator[None]:
     """Run a micro service with a heartbeat, as every actor does, watched by systemd.
 
-    If the broker requires keys, this needs the gateway's own credentials, which also fetch files
-    for which a trainer has signed a ticket.
+    If the broker requires keys, this needs the gateway's own credentials, which are also used to
+    fetch files for which a trainer has signed a ticket.
     """
     sessions = gateway.sessions
     if sessions.with_keys and login.user not in SERVICES:

@@ -30,7 +30,7 @@ IDLE_S = 600.0
 MAX_VISITORS = 128
 MAX_SESSIONS = 4096
 MAX_SESSIONS_OF_USER = 16
-"""Browsers in which one user is logged in; the next log-in ends the oldest."""
+"""Maximum number of sessions of one user; a further log-in ends the oldest."""
 _CONNECT_DEADLINE_S = 5.0
 _CONNECTING_AT_ONCE = 8
 _SWEEP_S = 30.0
@@ -53,13 +53,13 @@ class Visitor:
     used: float = field(default_factory=time.monotonic)
     share: Share = field(default_factory=Share)
     listed: tuple[float, list[JobRecord]] | None = None
-    """When the jobs were last listed, and the list: many pages show it."""
+    """Time and result of the last listing of jobs, which many pages show."""
 
     @contextlib.contextmanager
     def held(self, body_bytes: int = 0) -> Iterator[Taken]:
         """Keep the connection open while the block runs.
 
-        Raises BusyError if the user has as many requests or bytes as one user may have.
+        Raises BusyError if the user has reached a limit on requests or bytes.
         """
         with self.share.taken(body_bytes) as share:
             try:
@@ -125,7 +125,7 @@ class Sessions:
     async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
         """Return the visitor, by key or session; raises LogInError.
 
-        A key that was given counts, an empty one too.
+        A key takes precedence over a session, even an empty one.
         """
         if not self.with_keys:
             return await self._connected("")
@@ -148,7 +148,7 @@ class Sessions:
     async def _connected(self, key: str) -> Visitor:
         """Return the visitor of a key, connected to the broker.
 
-        A connection that broke is opened anew: the key may have been revoked.
+        A broken connection is opened anew, since the key may have been revoked.
         """
         match = self._visitors.get(key)
         if match is not None and match.broker.is_connected:
@@ -232,7 +232,7 @@ class Sessions:
 
 
 async def _connect_as(url: str, user: str, key: str) -> Broker:
-    """Open a connection with a user's key; only this passes a key on."""
+    """Open a connection with a user's key; no other function passes a key on."""
     try:
         return await connect(
             url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S

@@ -1,8 +1,7 @@
 """`/v1/episodes`: users take episodes of their jobs, and post their rewards, over HTTP.
 
-The job's host in the pool assigns them. A request with the user's key is relayed as one with the
-episode's own key, so it means the same. Each gateway knows the keys of the episodes that were taken
-there.
+The job's host in the pool assigns them. A request with the user's key is relayed as a request with
+the episode's own key. Each gateway stores the keys of the episodes that were taken there.
 """
 
 import time
@@ -40,7 +39,7 @@ _POSTS = ("reward", "end", "note")
 
 
 class NoEpisodeYet(errors.TinkermqError):
-    """A job has no episode now; the request may be repeated later."""
+    """A job has no episode at present; the request may be repeated later."""
 
     code = "no_episode_yet"
     status = 425
@@ -78,7 +77,7 @@ class UserEpisodes:
         return JSONResponse(_episode_fields(record, reply, str(request.base_url).rstrip("/")), 201)
 
     async def relay(self, request: Request) -> Response:
-        """Relay a request to the host of an episode, as from the episode's program."""
+        """Relay a request to the host of an episode as a request of the episode's program."""
         broker = await self._users.broker(request)
         name = str(request.path_params["episode"])
         key = self._keys.get((broker.user, name))

@@ -45,7 +45,7 @@ class Gateway:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     trainers: Trainers = field(default_factory=Trainers)
     own: Broker | None = None
-    """The gateway's own connection, which may do little if the broker requires keys."""
+    """The gateway's own connection, which has few rights if the broker requires keys."""
     secure: bool = False
     """Served over TLS: cookies are for TLS only."""
 
@@ -56,7 +56,7 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def visitor_of(request: Request) -> Visitor:
-    """Return the visitor, with a connection that stays until the request is answered.
+    """Return the visitor, with a connection that is kept until the request is answered.
 
     The key is a bearer token, or in `x-api-key` as Anthropic's clients send it; the prefix of
     Tinker's SDK is allowed. Raises LogInError.
@@ -87,7 +87,7 @@ async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError
     except LogInError as refused:
         return refused
     except TinkermqError:
-        return error  # the broker is away, as the first error states
+        return error  # the broker is away, as the first error says
     return error
 
 

@@ -41,14 +41,15 @@ from .process import PIPE_DEADLINE_S, ErrorMemory, kill_group, read_lines
 from .sandbox import ENVIRONMENT
 
 ANSWER_S = 10.0
-"""If a file system or the hub takes longer, the reply is `done: false`: the job finds out."""
+"""If a file system or the hub takes longer, the reply is `done: false`: the job itself finds out.
+"""
 _PLAY_S = 60.0
 """A game that takes longer for its few episodes is ended."""
 _INSPECT_S = 120.0
 """An inspection of a model that takes longer is ended."""
 _MAX_RESULTS = 32
 _MAX_LOOKS = 8
-"""Lookups of files, or of models, at once, including those on disks that hang."""
+"""Concurrent lookups of files, or of models, including those on hanging disks."""
 MAX_CONFIG_BYTES = 96 * 1024
 """Largest request in an environment variable, whose size the kernel bounds."""
 _UNKNOWN = CheckReply(done=False)
@@ -66,18 +67,18 @@ async def serve_checks(service: Service, node: str, starter: ActorStarter) -> No
     await service.endpoint("play", node_subject(node, "play"), PlayQuestion, play.answer)
 
 
-# -- what is there ---------------------------------------------------------------------------------
+# -- checks of files and models --------------------------------------------------------------------
 
 
 class FileChecks:
-    """Looks for data files and the packages of games, some at a time."""
+    """Looks for data files and the packages of games, with bounded concurrency."""
 
     def __init__(self) -> None:
-        """Start with no thread."""
+        """Start without threads."""
         self._threads = DiskThreads(_MAX_LOOKS, ANSWER_S)
 
     async def answer(self, question: LookQuestion) -> CheckReply:
-        """Return what is there, if the disk answers in time."""
+        """Return the files and packages found, if the disk answers in time."""
         try:
             return await self._threads.look("", check_files_now, question)
         except TimeoutError:
@@ -109,7 +110,7 @@ def _check_package(game: str) -> str:
 
 
 def _is_dataset(name: str) -> bool:
-    """Return whether a dataset exists; of other files and folders this is not revealed."""
+    """Return whether a dataset exists; the existence of other files and folders is not revealed."""
     source = TaskSource.parse(name)
     if source is not None:
         return holds_tasks(source)
@@ -118,15 +119,15 @@ def _is_dataset(name: str) -> bool:
 
 
 class ModelChecks:
-    """Looks for models, some at a time."""
+    """Looks for models, with bounded concurrency."""
 
     def __init__(self) -> None:
-        """Start with no thread."""
+        """Start without threads."""
         self._threads = DiskThreads(_MAX_LOOKS, ANSWER_S)
         self._num_running = 0
 
     async def answer(self, question: ModelQuestion) -> CheckReply:
-        """Return whether a model can be loaded, if that is known in time."""
+        """Return whether a model can be loaded, if known in time."""
         if self._num_running >= _MAX_LOOKS:
             return _UNKNOWN
         check = check_model_alike if question.alike else check_model_is_here
@@ -135,7 +136,7 @@ class ModelChecks:
             await self._threads.look("", check, question.model)
         except TinkermqError as error:
             return CheckReply(results=[failed_check("model", error)])
-        except Exception:  # noqa: BLE001  of whatever library: the job finds out
+        except Exception:  # noqa: BLE001  any library's error: the job itself finds out
             return _UNKNOWN
         finally:
             self._num_running -= 1
@@ -166,7 +167,7 @@ class _Output:
         del self._results[_MAX_RESULTS:]
 
     def reply(self, name: str, error: TinkermqError) -> CheckReply:
-        """Return the results; if the process did not complete, also a failed check `name`."""
+        """Return the results, with a failed check `name` if the process did not complete."""
         if self._is_complete:
             return CheckReply(results=self._results)
         return CheckReply(results=[*self._results, failed_check(name, error).bounded()])
@@ -177,16 +178,16 @@ class _Output:
 
 
 class EnvCheckRunner:
-    """Plays games of jobs that are not submitted yet, one at a time."""
+    """Plays games of jobs before submission, one at a time."""
 
     def __init__(self, starter: ActorStarter, play_s: float = _PLAY_S) -> None:
-        """Play nothing yet; `starter` starts the processes, in the sandbox of hosts."""
+        """Start idle; `starter` starts the processes, in the sandbox of hosts."""
         self._starter = starter
         self._play_s = play_s
         self._is_busy = False
 
     async def answer(self, question: PlayQuestion) -> CheckReply:
-        """Play a game; a node that plays one already replies at once that it is not done."""
+        """Play a game; a node that already plays one replies at once that it is not done."""
         if self._is_busy:
             return _UNKNOWN
         self._is_busy = True
@@ -212,7 +213,7 @@ class EnvCheckRunner:
             command = [sys.executable, "-P", "-m", "tinkermq.actors.check_game"]
             environment = {VARIABLE: request, **ENVIRONMENT}
             child = await self._starter.start(question.wanted, environment, writing, command)
-        except (OSError, ValueError) as error:  # the name of a folder may hold a null byte
+        except (OSError, ValueError) as error:  # a folder's name may contain a null byte
             os.close(reading)
             raise GameError(str(error), hint="see the node's log") from error
         finally:
@@ -245,13 +246,13 @@ class EnvCheckRunner:
 
 
 class _ModelInspection:
-    """Inspects models of jobs that are not submitted yet, one at a time."""
+    """Inspects models of jobs before submission, one at a time."""
 
     def __init__(self) -> None:
         self._is_busy = False
 
     async def answer(self, question: InspectQuestion) -> CheckReply:
-        """Inspect a job's model; a node that inspects another replies that it is not done."""
+        """Inspect a job's model; a node that already inspects one replies that it is not done."""
         if self._is_busy:
             return _UNKNOWN
         self._is_busy = True

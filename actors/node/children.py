@@ -1,8 +1,8 @@
-"""Where a node's child processes come from: a program of its own, or the fork server.
+"""A node's child processes: programs of their own, or forks of the fork server.
 
-Actors that need torch are forked from a process that has imported it, which takes a fiftieth of
-the time and shares the memory of what was imported. All others are started as programs, those that
-run code of users in a sandbox.
+Actors that need torch are forked from a process that has imported it, which takes a fiftieth of the
+time and shares the memory of its modules. All others are started as programs, those that run code
+of users in a sandbox.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from .fork_server import PACKET_BYTES, PING, ForkRequest
 IDLE_S = 300.0
 SILENCE_S = 120.0
 _LOOKS = 12
-"""Checks within `SILENCE_S`; a stop of the node itself counts as one, however long it was."""
+"""Number of checks within `SILENCE_S`; a stop of the node itself counts as one check."""
 _IMPORT_LOOKS = 5 * _LOOKS
 """Checks before the first answer: the server imports torch, possibly from a slow disk."""
 _START_DEADLINE_S = 120.0
@@ -48,7 +48,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Child(Protocol):
-    """A running child; it leads a process group of its own."""
+    """A running child, the leader of its own process group."""
 
     @property
     def pid(self) -> int:
@@ -60,16 +60,16 @@ class Child(Protocol):
         ...
 
     def terminate(self) -> None:
-        """Ask it to drain (SIGTERM); ProcessLookupError when it has ended."""
+        """Send SIGTERM so that it drains; ProcessLookupError when it has ended."""
         ...
 
 
 class StartFailed(OSError):
-    """An actor could not be started for a reason outside of it; the start is repeated."""
+    """An actor could not be started for an external reason; the start is repeated."""
 
 
 class CannotFork(OSError):
-    """A library that actors need starts threads at its import, which a fork would lose."""
+    """A library that actors need starts threads when imported, which a fork would lose."""
 
 
 StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
@@ -108,7 +108,7 @@ class ActorStarter:
         """The fork server starts with the first actor that needs it.
 
         With `sandbox_games`, environment hosts, and learners that run functions of their job's
-        owner, see nothing of other jobs.
+        owner, cannot see anything of other jobs.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
@@ -123,7 +123,7 @@ class ActorStarter:
         """Start an actor, or another `program` in the same way.
 
         Its run folder may have become a link since the job was accepted. Raises OSError, and
-        StartRefused where a second try would not help.
+        StartRefused if a second attempt would not help.
         """
         is_sandboxed = self._sandboxes is not None and spec.own_code is not None
         try:
@@ -189,7 +189,7 @@ class ForkedChild:
         return await asyncio.shield(self.ended)
 
     def terminate(self) -> None:
-        """Ask it to drain."""
+        """Send SIGTERM so that it drains."""
         os.kill(self.pid, signal.SIGTERM)
 
 
@@ -206,7 +206,7 @@ class ForkServer:
         self._silence_s = silence_s
         self._is_heard = False
         self._num_looks = _IMPORT_LOOKS
-        """How many checks in a row may find it silent."""
+        """Number of consecutive checks without an answer after which it is killed."""
         self._watching = set[asyncio.Task[None]]()
         self._process: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
@@ -225,7 +225,7 @@ class ForkServer:
     async def fork(self, spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
         """Fork an actor.
 
-        Raises OSError when the server cannot now, CannotFork when it never can.
+        Raises OSError if the server cannot fork now, CannotFork if it never can.
         """
         if self._threads:
             raise CannotFork(self._threads)
@@ -250,14 +250,14 @@ class ForkServer:
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
             ) from slow
         except OSError as error:
-            if self._threads:  # it reported so while this request was sent
+            if self._threads:  # the server reported so while this request was sent
                 raise CannotFork(self._threads) from error
             raise
         finally:
             del self._forks[request.number]
 
     async def close(self) -> None:
-        """End the server; its actors have ended before."""
+        """End the server; its actors must have ended before."""
         process, self._process = self._process, None
         if self._channel is not None:
             self._hang_up(self._channel)
@@ -299,13 +299,13 @@ class ForkServer:
         return ours
 
     async def _watch(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
-        """Wait for the end of a server; kill it if it is silent, or does not end, for too long."""
+        """Wait for the end of a server; kill it if it does not answer or end in time."""
         num_silent, look_s = 0, self._silence_s / _LOOKS
         while not await _has_ended(process, look_s):
             is_used = self._channel is channel
             if is_used and self._is_heard:
                 self._is_heard, num_silent = False, 0
-                with contextlib.suppress(OSError):  # requests fill the channel, or it has died
+                with contextlib.suppress(OSError):  # requests fill the channel, or the server died
                     channel.send(PING)
             num_silent += 1
             if num_silent > (self._num_looks if is_used else _LOOKS):
@@ -323,7 +323,7 @@ class ForkServer:
         """Read one answer of the server."""
         try:
             packet = channel.recv(PACKET_BYTES)
-        except (BlockingIOError, ConnectionResetError):  # after a reset, what it sent can be read
+        except (BlockingIOError, ConnectionResetError):  # after a reset, the rest is readable
             return
         except OSError:
             packet = b""
@@ -374,7 +374,7 @@ class ForkServer:
                 fork.set_exception(OSError("the fork server has died; see the node's log"))
 
     def _hang_up(self, channel: socket.socket) -> None:
-        """Close our end, at which the server ends."""
+        """Close our end of the channel, which ends the server."""
         if self._channel is channel:
             self._channel = None
             asyncio.get_running_loop().remove_reader(channel)
@@ -394,7 +394,7 @@ async def _send(channel: socket.socket, request: ForkRequest, output: int) -> No
     while True:
         try:
             socket.send_fds(channel, [request.to_bytes()], [output])
-        except BlockingIOError:  # it is still importing, with many requests waiting
+        except BlockingIOError:  # it is still importing, with many pending requests
             await asyncio.sleep(0.05)
         else:
             return

@@ -1,11 +1,11 @@
-"""A process that has imported torch and transformers once, and forks into actors.
+"""A process that imports torch and transformers once, and forks into actors.
 
-A node starts it as `python -m tinkermq.actors.node.fork_server <fd>` and asks over that socket, one
-packet a request, with the file descriptor that takes the actor's output. It answers with the
-actor's pid, and once more when the actor has ended; a `PING` at once. It has one thread, so a fork
-is safe, and no accelerator is touched before it. Where a library starts a thread as it is imported,
-it says so and ends: the node then starts its actors as programs. It ends with its node, and its
-actors with it.
+A node starts it as `python -m tinkermq.actors.node.fork_server <fd>` and sends requests over that
+socket, one per packet, with the file descriptor for the actor's output. It answers with the actor's
+pid, and again when the actor has ended; a `PING` at once. It has one thread and uses no accelerator
+before a fork, so a fork is safe. If a library starts a thread when imported, the server reports so
+and ends: the node then starts its actors as programs. It ends with its node, and its actors with
+it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from ...schemas.local.process import die_with
 
 PACKET_BYTES = 256 * 1024
 PING = b"{}"
-"""Answered at once by a server that does not hang."""
+"""Request that a working server answers at once."""
 _HEAVY = (
     "tinkermq.actors.learner.start",
     "tinkermq.actors.generator.generator",
@@ -87,7 +87,7 @@ class _ForkServer:
     def _fork(self, request: ForkRequest, output: int) -> bool:
         """Fork; True in the child, whose output goes to `output`.
 
-        A machine without room for a process fails this start, and ends no other actor.
+        If the machine has no room for a process, only this start fails, and no other actor ends.
         """
         server = os.getpid()
         try:
@@ -128,9 +128,9 @@ def _noted(*_: object) -> None:
 
 
 def _import_heavy() -> None:
-    """Import the heavy modules; an actor reports missing ones itself.
+    """Import the heavy modules; an actor itself reports missing ones.
 
-    Imported modules stay, so collecting garbage meanwhile finds nothing, and would take a fifth of
+    Imported modules stay, so garbage collection meanwhile finds nothing, and would take a fifth of
     the time.
     """
     _find_title()
@@ -140,7 +140,7 @@ def _import_heavy() -> None:
             importlib.import_module(module)
     gc.enable()
     gc.collect()
-    gc.freeze()  # keeps the collector from writing to pages that all actors share
+    gc.freeze()  # keeps the collector from writing to memory pages shared with all actors
 
 
 def _other_threads() -> list[str]:
@@ -158,7 +158,7 @@ def _find_title() -> None:
 
 
 def _become(request: ForkRequest) -> int:
-    """Run the actor, as `python -m <module> <argv>` does; return the exit code."""
+    """Run the actor like `python -m <module> <argv>`; return the exit code."""
     os.environ.update(request.environment)
     if "setproctitle" in sys.modules:
         import setproctitle

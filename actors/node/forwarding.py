@@ -1,12 +1,12 @@
-"""The one way out of a sandbox without a network: to the servers of the broker.
+"""The only connection out of a sandbox without a network: to the broker's servers.
 
-A learner that runs functions of its job's owner has a network namespace of its own. What starts it
-there listens on the loopback address and hands the sockets out (`Sandbox.listens`); the node
-accepts on them and carries messages to and from the servers that its own URL names.
+A learner that runs functions of its job's owner has its own network namespace. The sandbox's
+launcher listens on the loopback address there and passes the sockets out (`Sandbox.listens`); the
+node accepts on them and forwards messages to and from the servers in its own URL.
 
-The node logs in for the learner, whose key never enters the sandbox, encrypts, and checks where
-answers shall go: NATS checks no rights on the reply subject of a request. Who may have a stored
-message sent to a subject of his choice may write anything anywhere: make himself an admin, say.
+The node logs in for the learner, whose key never enters the sandbox, encrypts, and checks reply
+subjects: NATS checks no rights on the reply subject of a request. A client that can have a stored
+message sent to any subject can write anything anywhere, for example make itself an admin.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 @dataclass(frozen=True)
 class ForwardRoute:
-    """How one server is reached from within the sandbox."""
+    """How to reach one server from within the sandbox."""
 
     listen: str
     """`host:port` of the sandbox's loopback interface."""
     url: str
-    """URL of the server, as the node has it."""
+    """URL of the server from the node."""
     host: str
     port: int
 
 
 class Forwarder:
-    """Carries the messages of one learner to the broker and back."""
+    """Forwards the messages of one learner to the broker and back."""
 
     def __init__(self, url: str, key: str = "") -> None:
         """Prepare for the servers of a URL and log in with a job key; `serve` begins."""
@@ -66,11 +66,11 @@ class Forwarder:
 
     @property
     def listens(self) -> Sequence[str]:
-        """Addresses to listen on in the sandbox, as `host:port`; `serve` takes the sockets."""
+        """Addresses to listen on in the sandbox, as `host:port`; pass the sockets to `serve`."""
         return [way.listen for way in self.ways]
 
     def environment(self) -> Mapping[str, str]:
-        """Return variables that the learner gets in addition to, or instead of, those of others.
+        """Return variables that extend or replace the learner's environment.
 
         Its key there only names it, and permits nothing.
         """
@@ -79,7 +79,7 @@ class Forwarder:
         return {
             **(url if self.ways else {}),
             **(key if self._key else {}),
-            "HF_HUB_OFFLINE": "1",  # its cache is there, and no hub
+            "HF_HUB_OFFLINE": "1",  # the hub's cache is there, but no hub
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
         }
@@ -121,7 +121,7 @@ class Forwarder:
     async def _carried(
         self, way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Carry the messages of one connection until either side ends it."""
+        """Forward the messages of one connection until either side ends it."""
         out: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -193,13 +193,13 @@ class ClientMessages:
     """
 
     def __init__(self, key: str) -> None:
-        """Log in with a job key; answers go to the inboxes of its actor only."""
+        """Log in with a job key; answers go only to the inboxes of its actor."""
         identity = read_job_key(key)
         self._login = {"user": "job", "pass": key} if key else {}
         self._inbox = f"{identity.scope.inbox(identity.actor)}.".encode() if identity else None
         self._line = b""
         self._left = 0
-        """Bytes of a payload, and its line end, that are still to come."""
+        """Remaining bytes of a payload and its line end."""
 
     def pass_on(self, data: bytes) -> bytes:
         """Return the bytes for the server; raises AuthError for messages that are not permitted."""
@@ -247,8 +247,7 @@ _SIZE = re.compile(rb"[0-9]{1,9}")
 
 
 async def _ended(writer: asyncio.StreamWriter) -> None:
-    """Close a connection once what was written is sent, but do not wait for a reader that does not
-    read."""
+    """Close a connection once the pending bytes are sent, unless the reader does not read."""
     writer.close()
     try:
         async with asyncio.timeout(_CONNECT_S):

@@ -1,4 +1,4 @@
-"""What a node takes from its machine: a name, slots, and a lock against a second one."""
+"""A node's name, its slots, and a lock against a second node of the same name."""
 
 import fcntl
 import hashlib
@@ -23,7 +23,7 @@ _PACKAGES = {
     "nvidia-cuda-runtime-cu": "cuda",
     "nvidia-nccl-cu": "nccl",
 }
-"""Packages, or how their names begin, and what they are called here."""
+"""Packages, or prefixes of their names, and their keys in the result."""
 
 
 def default_name() -> str:
@@ -40,9 +40,9 @@ def default_slots() -> int:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of what actors compute with, as they are installed here.
+    """Return the installed versions of Python and of the packages that actors compute with.
 
-    Nothing is imported. CUDA and NCCL are those that packages bring, as torch's wheels do.
+    Nothing is imported. CUDA and NCCL are those in packages, as torch's wheels bring.
     """
     versions = {"python": platform.python_version()}
     for distribution in distributions():
@@ -69,9 +69,9 @@ def check_slots(slots: int | None, gpus: str | None) -> None:
 
 
 def lock_name(name: str, nats_url: str) -> IO[str]:
-    """Hold the name of a node on this machine for one broker, for as long as the file is open.
+    """Lock a node's name on this machine for one broker, while the file is open.
 
-    The kernel lets go when the process ends, however it ends. Raises StateError if another
+    The kernel releases the lock when the process ends in any way. Raises StateError if another
     process holds it, with its process id.
     """
     parts = urlsplit(server_urls(nats_url)[0])

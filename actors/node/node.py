@@ -2,8 +2,7 @@
 
 A sync names every actor that the node must run. Missing ones are started, extra ones are stopped,
 and running ones stay, so the scheduler may die, return and repeat the request at any time. Actors
-are children that die with the node; a restarted node begins with none and gets them by the next
-sync.
+are children that die with the node; a restarted node has none until the next sync.
 """
 
 import asyncio
@@ -56,7 +55,8 @@ from .process import (
 from .sandbox import StartRefused
 
 # -- keys and secrets for one process --------------------------------------------------------------
-# They are requested at each start, stored nowhere on the node, and passed in the environment, from
+#
+# They are requested at each start, not stored on the node, and passed in the environment, from
 # which the process removes them.
 
 R = TypeVar("R", bound=Message)
@@ -113,8 +113,8 @@ async def _call_service(
 ) -> R:
     """Repeat a request until `service` answers.
 
-    Raises StartFailed while it does not, which is not a failure of the actor, and OSError when it
-    refuses.
+    Raises StartFailed while it does not answer, which is not a failure of the actor, and OSError
+    when it refuses.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
@@ -164,10 +164,10 @@ class Node:
         start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
-        """With `gpus` each of them is a slot, else there are `slots` CPU shares.
+        """Each of `gpus` is a slot; without them there are `slots` CPU shares.
 
-        `packages` are the versions that its actors compute with; `start` replaces the usual way to
-        start an actor.
+        `packages` are the versions of its actors' packages; `start` replaces the usual way to start
+        an actor.
         """
         self.name = name
         self._broker = broker
@@ -193,7 +193,7 @@ class Node:
         self._store_made = ""
         self._store_lost: float | None = None
         self.store_seen = False
-        """Whether it has checked the broker's store since it connected."""
+        """Whether the node has checked the broker's store since it connected."""
         self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
@@ -270,7 +270,7 @@ class Node:
         start, gpus = self._start_child, None
         if self._gpus and max(spec.devices, default=0) < len(self._gpus):
             gpus = self._gpus.uuids(spec.devices)
-        elif self._gpus:  # the node was started again with fewer
+        elif self._gpus:  # the node was restarted with fewer slots
             start = _refuse_to_start(
                 f"slot {max(spec.devices)} of node {self.name} was given to it, and the node has "
                 f"{len(self._gpus)} GPUs by now; resume the job: it is placed anew"
@@ -363,7 +363,7 @@ class Node:
                     await self._changed.wait()
 
     async def _look_at_store(self) -> None:
-        """Notice that the broker lost its store while it was away."""
+        """Detect that the broker lost its store while it was away."""
         if self.store_seen:
             return
         made = str((await stream_info(self._broker, f"KV_{BUCKET_NODES}"))["created"])

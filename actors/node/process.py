@@ -1,9 +1,9 @@
 """One actor of a job as a child process, restarted until it is done, stopped or given up.
 
-Exit code 0 is done. 2 is a mistake that a restart cannot repair, like a refused start. 3 is the end
-of a drain that this node did not request: the actor is started again. Any other end is a crash: it
-is started again after a growing delay, and so is an actor without a heartbeat. The child leads a
-process group of its own and dies with the node.
+Exit code 0 means done. 2 is an error that a restart cannot repair, like a refused start. 3 is the
+end of a drain that this node did not request: the actor is restarted. Any other end is a crash: the
+actor is restarted after a growing delay, as is an actor without a heartbeat. The child leads its
+own process group and dies with the node.
 """
 
 import asyncio
@@ -31,15 +31,16 @@ from .children import Child, StartChild, StartFailed
 from .sandbox import StartRefused, actor_environment
 
 # -- the output of an actor ------------------------------------------------------------------------
+#
 # Output never blocks an actor: lines wait for the broker in a bounded queue, which drops the oldest
-# when it is full. The file has them in any case.
+# when it is full. The file always has them.
 
 MAX_LINE_BYTES = 16 * 1024
 _MAX_FILE_BYTES = 16 * 2**20
 MAX_WAITING_LINES = 5_000
 TAIL_LINES = 20
 MAX_REASON_CHARS = 1500
-"""Longest reason of an actor's end: those of all actors of a node travel in one message."""
+"""Longest reason of an actor's end: the reasons of all actors of a node share one message."""
 _BATCH_LINES = 500
 _BATCH_BYTES = 256 * 1024
 """Size of a message with lines, which any server accepts; a single line is shorter."""
@@ -49,7 +50,7 @@ _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
 """Longest wait for a message to be sent: the broker may be away."""
 _WRITE_DEADLINE_S = 30.0
-"""Deadline for writing the last lines of an actor, which tell why it ended, to a busy disk."""
+"""Deadline for writing an actor's last lines, which tell why it ended, to a busy disk."""
 
 SendLines = Callable[[LogLines], Awaitable[None]]
 T = TypeVar("T")
@@ -80,9 +81,9 @@ class LineSplitter:
 
 
 async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
-    """Pass on the lines of a pipe until its other end is closed; closes `pipe`.
+    """Forward the lines of a pipe until its other end is closed; closes `pipe`.
 
-    When cancelled, it passes on what was written before.
+    When cancelled, it forwards what was written before.
     """
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
@@ -109,20 +110,20 @@ def _text(line: bytes) -> str:
 
 
 class ErrorMemory:
-    """Remembers why an actor ended: its last reported error, else the end of its output."""
+    """Stores why an actor ended: its last reported error, else the end of its output."""
 
     def __init__(self) -> None:
         self._reported = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def note(self, line: str) -> None:
-        """Note a line of output."""
+        """Process a line of output."""
         self._tail.append(line)
         if '"actor_failed"' in line or '"actor_crashed"' in line:
             self._reported = _error_in(line) or self._reported
 
     def forget(self) -> None:
-        """Forget everything, for the next process."""
+        """Forget everything before the next process."""
         self._reported = ""
         self._tail.clear()
 
@@ -210,7 +211,7 @@ class ActorOutput:
             await self._flush()
 
     async def drain(self) -> None:
-        """Write and send the remaining lines; a broker that is away is not waited for."""
+        """Write and send the remaining lines, without waiting for an absent broker."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WRITE_DEADLINE_S):
                 await self._write()
@@ -240,7 +241,7 @@ class ActorOutput:
                 return False
             try:
                 await self._send(self._batch())
-            except TinkermqError:  # the same lines again next time
+            except TinkermqError:  # the same lines are sent next time
                 return False
             self._sending = []
             return True
@@ -283,9 +284,10 @@ def _finished(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
     return asyncio.shield(asyncio.create_task(work))
 
 
-# -- when a crashed actor is restarted, and when no more (pure) ------------------------------------
+# -- restarts of crashed actors, and when they end (pure) -----------------------------------------
+#
 # An actor is given up if it fails too often within the window, or too often without finishing any
-# work in between, however long that takes: an actor that misses a deadline again and again would
+# work in between, however long that takes: an actor that repeatedly misses a deadline would
 # otherwise look healthy for ever.
 
 WINDOW_S = 600.0
@@ -300,7 +302,7 @@ class Backoff:
         self.max_restarts = max_restarts
         self.num_failures = 0
         self.num_fruitless = 0
-        """Failures in a row of processes that did not finish any work."""
+        """Consecutive failures of processes that did not finish any work."""
         self._recent: list[float] = []
 
     @property
@@ -324,13 +326,13 @@ class Backoff:
 
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0
-"""How long a pipe is read after its process ended: a grandchild may hold it."""
+"""How long to read a pipe after its process ended: a grandchild may hold it."""
 SILENCE_REPORTED_S = 30.0
 SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had sent some is restarted."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
-"""Work that holds Python's lock for long, such as writing tens of gigabytes, is not a hang."""
+"""Bounds of roles whose work holds Python's lock for long, such as writing tens of gigabytes."""
 START_SILENCE_S = 600.0
 """How long a process may import modules before its first heartbeat."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
@@ -380,9 +382,11 @@ class ActorProcess:
         start_silence_s: float = START_SILENCE_S,
         silence_look_s: float = SILENCE_LOOK_S,
     ) -> None:
-        """`changed` is called whenever `status` changes; `last_beat` reads the last heartbeat of
-        the actor; `silence_s` is how long it may send none, None: by its role, `start_silence_s`
-        until it sends its first.
+        """`changed` is called whenever `status` changes; `last_beat` reads the actor's last
+        heartbeat.
+
+        `silence_s` is the longest time without one, None: by its role, `start_silence_s` before the
+        first.
         """
         self._last_beat = last_beat
         self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(spec.role, SILENCE_S)
@@ -473,7 +477,7 @@ class ActorProcess:
         return beat.progress > 0
 
     def _judge(self, exit_code: int, progress: bool | None) -> float | None:
-        """Note how a process ended; return the delay before the next start, None for no more."""
+        """Record how a process ended; return the delay before the next start, None for none."""
         if exit_code == EXIT_DONE or self.stopping:
             self._state = "exited"
             return None
@@ -502,7 +506,7 @@ class ActorProcess:
         return delay_s
 
     def _crashes(self) -> str:
-        """Describe how often it failed, and whether it finished any work meanwhile."""
+        """Describe how often it failed, and whether it finished any work in between."""
         if self._backoff.is_hasty:
             return f"{self._backoff.num_failures} times"
         return f"{self._backoff.num_fruitless} times in a row without finishing any work"
@@ -511,7 +515,7 @@ class ActorProcess:
         """Run one process from start to end and return its exit code.
 
         Its output goes to a pipe of ours, so that waiting for its end does not wait for
-        grandchildren that hold the pipe, too.
+        grandchildren that also hold the pipe.
         """
         self._output.errors.forget()
         self._num_starts += 1
@@ -519,7 +523,7 @@ class ActorProcess:
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.spec, self._environment, writing)
-        except Exception as error:  # noqa: BLE001  of one actor: it must not end the node of all
+        except Exception as error:  # noqa: BLE001  one actor's error must not end the whole node
             os.close(reading)
             if not isinstance(error, OSError):
                 _log.exception("actor_not_started", child=self.spec.name)
@@ -565,7 +569,7 @@ class ActorProcess:
     async def _until_silent(self) -> None:
         """Return once a process has sent no heartbeat for too long, or none at all.
 
-        The time is counted only while the broker stores, or no heartbeat could be there. A
+        The time is counted only while the broker stores, since there are no heartbeats otherwise. A
         heartbeat is new when it differs: clocks may be set back.
         """
         last: float | None = None
@@ -579,7 +583,7 @@ class ActorProcess:
             except TinkermqError:
                 since = now
                 continue
-            beat_time = None if beat is None else beat.time  # it vanishes after ten seconds
+            beat_time = None if beat is None else beat.time  # heartbeats expire after ten seconds
             is_new = beat_time is not None and last is not None and beat_time != last
             has_beaten = has_beaten or is_new or (beat_time or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
@@ -610,7 +614,7 @@ class ActorProcess:
     async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
         if not self._kill.is_set():
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # only itself: it drains with its own children's help
+                process.terminate()  # only this process: it drains with its children's help
             kill = asyncio.create_task(self._kill.wait())
             await asyncio.wait(
                 {ended, kill},
@@ -623,7 +627,7 @@ class ActorProcess:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a child and all that it has started, unless they have ended."""
+    """Kill a child and all its descendants in its group, if they still run."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -1,23 +1,22 @@
 """The sandboxes of hosted games, and of learners with functions of users.
 
-In a pool with users an environment host runs code of a job's owner. It sees this interpreter and
-its packages, the data files that its job names, and what the operator names in
-`$TINKERMQ_GAME_FOLDERS`, all read-only; a /tmp and a home of its own, in memory; its own processes.
-It sees no run folder, no file of the node, no other process, and of the node's environment only
-what `_VARIABLES` and `$TINKERMQ_GAME_VARIABLES` name. It shares the network, over which it reaches
-the broker.
+In a pool with users an environment host runs code of a job's owner. It sees, read-only, this
+interpreter and its packages, the data files that its job names, and the folders in
+`$TINKERMQ_GAME_FOLDERS`; a /tmp and a home of its own, in memory; its own processes. It sees no run
+folder, no file of the node, no other process, and of the node's environment only `_VARIABLES` and
+those in `$TINKERMQ_GAME_VARIABLES`. It shares the network, over which it reaches the broker.
 
-It runs under an unused user id: the kernel lets root's id write its settings whatever else was
-taken from it. The filter of system calls refuses namespaces, mounts, tracing and the like, so no
-game makes a sandbox, or a /proc, of its own: code of a model goes through a
-socket to interpreters that the node starts.
+It runs under an unused user id: the kernel lets root's id write its settings, whatever other rights
+were removed. The filter of system calls refuses namespaces, mounts, tracing and the like, so no
+game makes a sandbox, or a /proc, of its own: code of a model goes through a socket to interpreters
+that the node starts.
 
 A host of agent programs runs no code of a job's owner and needs no sandbox; its programs have
 theirs (`envs/agents/programs`).
 
-A learner that runs functions of its job's owner has the same sandbox, as the user that the node is,
-in a user namespace: it writes its own run's folder, and reads the models and data that its job
-names, the cache of the hub's models, and its GPUs. It has no network but a way to the broker
+A learner that runs functions of its job's owner has the same sandbox, under the node's user id, in
+a user namespace: it writes its own run's folder, and reads the models and data that its job names,
+the cache of the hub's models, and its GPUs. It has no network except a connection to the broker
 (`forwarding.py`), unless its owner is an admin.
 """
 
@@ -133,15 +132,15 @@ _COPIES = ("fork", "adapters", "models")
 _PAUSE_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Errors of a machine or its network, not of rights: a second try may help."""
+"""Errors of a machine or its network, not of rights: a second attempt may help."""
 
 
 class PathRefused(SandboxError):
-    """A path that a job names may not be shown to its processes; a second try does not help."""
+    """A path that a job names may not be shown to its processes; a retry does not help."""
 
 
 class StartRefused(OSError):
-    """An actor may not be started as its job requests it; a second try does not help."""
+    """An actor may not be started as its job requests it; a retry does not help."""
 
     @classmethod
     def of(cls, error: TinkermqError) -> "StartRefused":
@@ -171,7 +170,7 @@ class SandboxedActor:
             self._process.close()
 
     def terminate(self) -> None:
-        """Ask it to drain."""
+        """Send SIGTERM so that it drains."""
         self._process.terminate()
 
 
@@ -190,8 +189,8 @@ class SandboxStarter:
     ) -> SandboxedActor:
         """Start the program of an actor, whose output goes to a descriptor.
 
-        Raises OSError, with the remedy, where sandboxes are not possible, and StartRefused where it
-        may not see a path that its job names.
+        Raises OSError, with the remedy, if sandboxes are not possible, and StartRefused if it may
+        not see a path that its job names.
         """
         learns, shares = spec.own_code is not None, _shares_network(spec)
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
@@ -279,7 +278,7 @@ def actor_sandbox(
         is_ended_first=False,
         is_caller=learns,
         has_network=shares,
-        has_memory_files=True,  # there is no limit that they could pass
+        has_memory_files=True,  # no limit is set for them
         listens=forwarder.listens,
         variables=python_variables(),
         fds=handles.fds,
@@ -301,7 +300,7 @@ def _devices() -> Iterator[Mount]:
 
 
 def _shares_network(spec: WantedActor) -> bool:
-    """Return whether a program has the network of the node, not only a way to the broker."""
+    """Return whether a program has the node's network, not only a connection to the broker."""
     return spec.own_code is None or spec.own_network
 
 
@@ -320,8 +319,8 @@ def _python() -> list[Path]:
 def check_programs(spec: WantedActor) -> None:
     """Check the files of a host of agent programs, which is not in a sandbox itself.
 
-    It does not run code of the job's owner, and each of its programs has a sandbox. It may show
-    them, and read, only what a hosted game would see. Raises PathRefused.
+    It does not run code of the job's owner, and each of its programs has a sandbox. It may read,
+    and show them, only files that a hosted game would see. Raises PathRefused.
     """
     _data_files(spec)
     roots = [Path(root) for root in spec.output_roots]
@@ -342,8 +341,8 @@ def check_programs(spec: WantedActor) -> None:
 def _data_files(spec: WantedActor) -> dict[Path, Path]:
     """Return the real paths of a job's data files, by the paths that it names.
 
-    Both must be names of datasets: a game must not see any file that its owner calls data, nor,
-    through a link, a file of another user's run.
+    Both must be names of datasets: a game must not see arbitrary files that its owner calls data,
+    nor, through a link, a file of another user's run.
     """
     roots = [Path(root) for root in spec.output_roots]
     named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
@@ -360,7 +359,7 @@ def _data_files(spec: WantedActor) -> dict[Path, Path]:
 class _Handles:
     """Files and folders that are held open until bubblewrap has them, and their names for it.
 
-    bubblewrap shows what was opened without following a link, whatever happens to the path in
+    bubblewrap mounts what was opened without following a link, whatever happens to the path in
     between.
     """
 
@@ -387,9 +386,9 @@ class _Handles:
 
 
 def _run_folder(path: Path, handles: _Handles) -> Iterator[Mount]:
-    """Yield the folder of a learner's run, the copies in it read-only.
+    """Yield the folder of a learner's run, with its copies read-only.
 
-    Other actors of the job read these. Raises PathRefused for a folder that was made a link.
+    Other actors of the job read the copies. Raises PathRefused for a folder replaced by a link.
     """
     yield writable(path, _opened(path, path, handles))
     with Folder(path) as folder:
@@ -412,11 +411,11 @@ def _opened(root: Path, path: Path, handles: _Handles) -> Path:
 
 
 def _read_by_learner(spec: WantedActor, handles: _Handles) -> dict[Path, Path]:
-    """Return models and data of a learner, held open, by the paths that it uses for them.
+    """Return a learner's models and data, held open, by the paths that it uses for them.
 
-    Each must lie, links followed, where the operator's folders or the user's own let it, and is
-    opened from there without following one: a writer of a folder may have made it a link
-    since the job was accepted. Raises PathRefused.
+    Each must lie, after resolving links, in a folder of the operator's or the user's own, and is
+    opened from there without following links: a writer of a folder may have made it a link since
+    the job was accepted. Raises PathRefused.
     """
     roots = [Path(root) for root in spec.output_roots]
     named = map(without_tilde, spec.own_code or [])
@@ -457,7 +456,7 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise PathRefused for files that only root may read: the game runs as another user."""
+    """Raise PathRefused for files that only root may read: the game runs under another user id."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
@@ -468,7 +467,7 @@ def _refuse_unreadable(paths: Iterable[Path]) -> None:
 
 
 class InterpreterSocket:
-    """Runs code of a model for an actor in a sandbox, outside of that sandbox.
+    """Runs code of a model for a sandboxed actor, outside of that sandbox.
 
     The server starts with the first connection, and again if it ends.
     """
@@ -477,7 +476,7 @@ class InterpreterSocket:
         """Listen from now on; `environment` is that of the server.
 
         Programs of an actor that `has_network` may have a network. Raises OSError, with the remedy,
-        where a socket cannot be made.
+        if a socket cannot be made.
         """
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
@@ -488,7 +487,7 @@ class InterpreterSocket:
         """A file for /etc/hosts of the actor."""
         try:
             self._listening = listen_at(self.path)
-            self.path.chmod(0o666)  # the game is another user, and alone is shown it
+            self.path.chmod(0o666)  # the game runs under another user id, and only the game sees it
         except OSError:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise

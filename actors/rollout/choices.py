@@ -1,6 +1,6 @@
 """Choices of an answer as they grow: from tokens to text, and from text to the parts of a stream.
 
-Served chats and completions and the calls of agent programs are answered with them.
+They answer served chats, completions, and the calls of agent programs.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from .agent_loop import EpisodeSampling
 from .template_facts import Tools, certain_text, hermes_text, read_text, reads_whole
 
 GATHER_S = 0.02
-"""Tokens within this time are sent together: fewer messages, still faster than reading."""
+"""Seconds whose tokens are sent together: fewer messages, still faster than people read."""
 PART_VALUES = 1 << 17
-"""Log-probs, texts and ids of one message: a few megabytes at most."""
+"""Maximum of log-probs, texts and ids in one message: a few megabytes."""
 
 
 def sampling_of(
@@ -28,7 +28,7 @@ def sampling_of(
     stop_token_ids: tuple[int, ...],
     seed: int | None,
 ) -> Sampling:
-    """Return how the tokens of an answer are drawn; `default` has what the request leaves open."""
+    """Return the sampling of an answer; `default` has the options that the request leaves out."""
 
     def chosen(value: float | None, otherwise: float) -> float:
         return otherwise if value is None else value
@@ -48,7 +48,7 @@ def sampling_of(
 
 
 class DrawTokens(Protocol):
-    """Draws the tokens of one choice: an engine's `generate` with all but the callback given."""
+    """Draws the tokens of a choice: an engine's `generate` with all arguments but the callback."""
 
     async def __call__(self, *, on_token: OnToken | None) -> Generation:
         """Generate; see `Engine.generate`."""
@@ -71,18 +71,18 @@ class GrowingChoice:
     ) -> None:
         """Begin choice `number`.
 
-        Only with `by_token`, or with stop texts, is text made of each token, which costs more than
-        the whole at once. With `tools`, and a model that writes calls in a format of its own, text
-        that may be a call is held back until the choice ends. `tells_tokens`: its deltas have each
-        token's text and log-prob; `tells_policy`: they have its log-prob and policy version.
+        Each token is decoded only with `by_token` or stop texts, since decoding the whole at once
+        is cheaper. With `tools`, and a model with its own format of calls, text that may be a call
+        is held back until the choice ends. With `tells_tokens` its deltas have each token's text
+        and log-prob, with `tells_policy` its log-prob and policy version.
         """
         self.number = number
         self.drawn: list[Drawn] = []
         """Its tokens, up to the one that completes a stop text."""
         self.text = ""
-        """Its text, as far as it is certain."""
+        """The part of its text that cannot change any more."""
         self.own_text: str | None = None
-        """Its text once it has ended, if that is not simply the text of its tokens."""
+        """The text of the ended choice, if it differs from that of its tokens."""
         self.finish: str | None = None
         """Why it ended; None: not yet."""
         self.tells_tokens = tells_tokens
@@ -146,14 +146,14 @@ class GrowingChoice:
         self.finish = "stop" if self.stopped else reason
 
     def restore(self, generation: Generation, text: str | None) -> None:
-        """Take an answer that was given before; `text` if it is not that of its tokens."""
+        """Restore an earlier answer; `text` if it differs from that of its tokens."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
         self.drawn = [Drawn(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
         self.text = self._chat.decode(generation.token_ids) if text is None else text
         self.own_text, self.finish = text, generation.finish_reason
 
     def num_whole_tokens(self) -> int:
-        """Return how many tokens say no more than its text: none that reaches into a stop text."""
+        """Return the number of tokens before the first that reaches into a stop text."""
         num_tokens = len(self.drawn)
         ids = [drawn.token_id for drawn in self.drawn]
         while self.stopped and num_tokens:
@@ -163,9 +163,9 @@ class GrowingChoice:
         return num_tokens
 
     def delta(self, num_tokens: int, num_chars: int, *, ends: bool) -> Delta | None:
-        """Return what stands behind so many tokens and characters; None: nothing.
+        """Return the delta after so many tokens and characters; None if it is empty.
 
-        With `ends` the delta of a choice that has ended says so.
+        With `ends` the delta of an ended choice has the reason of its end.
         """
         fresh, text = self.drawn[num_tokens:], self.text[num_chars:]
         finish = self.finish if ends else None
@@ -206,10 +206,10 @@ class GrowingChoice:
 
 
 class DeltaWriter:
-    """What one reader of an answer has had of its choices."""
+    """Writes the deltas of an answer for one reader, and records what was sent."""
 
     def __init__(self, choices: Sequence[GrowingChoice], begun: Sequence[Delta] = ()) -> None:
-        """Begin behind `begun`, the deltas that the reader has already."""
+        """Begin after `begun`, the deltas that the reader has already."""
         self._choices = choices
         self._sent = [(0, 0)] * len(choices)
         self._ended: set[int] = set()
@@ -218,7 +218,7 @@ class DeltaWriter:
                 self._note(delta.choice, delta)
 
     def deltas(self, *, ends: bool) -> list[Delta]:
-        """Return what is new; with `ends`, also that choices have ended."""
+        """Return the new deltas; with `ends`, also those that end choices."""
         deltas: list[Delta] = []
         for number, choice in enumerate(self._choices):
             if number in self._ended:
@@ -237,7 +237,7 @@ class DeltaWriter:
         *,
         ends: bool,
     ) -> None:
-        """Send what is new after each change until `is_over`; the rest goes with the last part."""
+        """Send new deltas after each change until `is_over`; the last part has the rest."""
         while not is_over():
             await changed.wait()
             changed.clear()
@@ -246,9 +246,9 @@ class DeltaWriter:
                 await asyncio.sleep(GATHER_S)
 
     async def last_messages(self) -> list[list[Delta]]:
-        """Return what is left, divided into messages, of which the last may be empty."""
+        """Return the remaining deltas, divided into messages; the last one may be empty."""
         if any(choice.tells_tokens for choice in self._choices):
-            # in a thread: log-probs of long answers take seconds, and others are answered here
+            # in a thread, since log-probs of long answers take seconds and would block the loop
             return in_messages(await asyncio.to_thread(self.deltas, ends=True))
         return in_messages(self.deltas(ends=True))
 
@@ -260,9 +260,9 @@ class DeltaWriter:
 
 
 def in_messages(deltas: Sequence[Delta]) -> list[list[Delta]]:
-    """Divide deltas into messages: many choices, or log-probs of many tokens, fill several.
+    """Divide deltas into messages; many choices, or log-probs of many tokens, fill several.
 
-    There is always one, which may be empty.
+    There is always at least one message, which may be empty.
     """
     messages: list[list[Delta]] = [[]]
     room = PART_VALUES
@@ -279,7 +279,7 @@ def in_messages(deltas: Sequence[Delta]) -> list[list[Delta]]:
 
 
 def cut(delta: Delta, num_tokens: int) -> Iterator[Delta]:
-    """Yield a delta in pieces of so many tokens: the first has the text, the last the end."""
+    """Yield a delta in pieces of so many tokens; the first has the text, the last the end."""
     starts = range(0, len(delta.token_ids), num_tokens) or range(1)
     for start in starts:
         text = {} if start == 0 else {"text": ""}

@@ -3,7 +3,7 @@
 Jobs write below the operator's output folders only: their runs, and weights that they share.
 Libraries that read a model follow the links in its folder: symbolic links, shards that an index
 names, files that a tokenizer's configuration names, the base of an adapter. This module finds all
-files that a configuration leads to, so that they can be checked before anything is read.
+files that a job would read, so that they are checked before anything is read.
 
 The machines of the pool reach stores with their own keys, so only the URL decides whose files a
 job reads and writes.
@@ -26,31 +26,31 @@ from .adapters import base_of, is_adapter
 from .run_folders import checkpoint_folders
 
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
-"""Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name
-none."""
+"""Environment variable of the scheduler: folders where jobs may write, joined by `:`. The first is
+for jobs that name none."""
 MODELS_VARIABLE = "TINKERMQ_MODEL_FOLDERS"
-"""Of scheduler and nodes: folders of models and data that functions of users may read, joined by
-`:`."""
+"""Environment variable of scheduler and nodes: folders of models and data that functions of users
+may read, joined by `:`."""
 _DEFAULT = "outputs"
 
 
 def output_roots(*, has_users: bool) -> list[Path]:
-    """Return where jobs may write; nothing means anywhere, the default of a pool without users."""
+    """Return the folders where jobs may write; empty: anywhere, the default without users."""
     named = os.environ.get(ROOTS_VARIABLE, _DEFAULT if has_users else "")
     return [Path(path).expanduser().resolve() for path in named.split(os.pathsep) if path]
 
 
 def in_default_folder(config: JobConfig, roots: Sequence[Path]) -> JobConfig:
-    """Return a configuration that names a folder for its runs: the first root if it named none."""
+    """Return the configuration with `output_dir`: the first root if it is not set."""
     if not roots or "output_dir" in config.model_fields_set:
         return config
     return config.model_copy(update={"output_dir": str(roots[0])})
 
 
 def with_allowed_folders(config: JobConfig, roots: Sequence[Path]) -> JobConfig:
-    """Return a configuration whose folders are without links and lie below the roots.
+    """Return the configuration with its output folders resolved, all below the roots.
 
-    Raises ConfigError for one that does not.
+    Raises ConfigError for a folder outside of the roots.
     """
     if not roots:
         return config
@@ -63,9 +63,9 @@ def with_allowed_folders(config: JobConfig, roots: Sequence[Path]) -> JobConfig:
 
 
 def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
-    """Return where a folder lies when all links are followed; ConfigError if not below a root.
+    """Return a folder with all links followed; ConfigError if it is not below a root.
 
-    Without roots it may lie anywhere.
+    Without roots any folder is allowed.
     """
     folder = Path(os.path.realpath(without_tilde(value)))
     if roots and not any(folder.is_relative_to(root.resolve()) for root in roots):
@@ -79,7 +79,7 @@ def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
 
 
 def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
-    """Return whether a path without links is in a folder of runs, but in none of this user's."""
+    """Return whether a resolved path is below a root, but not in the user's own folder."""
     below = [
         path.relative_to(folder) for root in roots if path.is_relative_to(folder := root.resolve())
     ]
@@ -87,10 +87,10 @@ def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
 
 
 def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:
-    """Return the folder whose files functions of a user may read, and that holds a path; or None.
+    """Return the folder that contains a path and that a user's functions may read, or None.
 
-    Such folders are those that the operator names for models and data, and that of the user's own
-    runs; without roots, as an admin's jobs are, all. The path is one without links.
+    Users may read the operator's folders of models and data, and their own runs. Without roots, as
+    in an admin's jobs, all folders may be read. The path must be resolved.
     """
     if not roots:
         return Path(path.anchor)
@@ -112,7 +112,7 @@ def without_tilde(value: str) -> Path:
 # -- stores ----------------------------------------------------------------------------------------
 
 STORES_VARIABLE = "TINKERMQ_STORES"
-"""Of the scheduler's environment: URLs, joined by commas."""
+"""Environment variable of the scheduler: URLs of stores for users, joined by commas."""
 _ODD = ("..", "%", "?", "#", "//", "\\")
 
 
@@ -123,10 +123,10 @@ def operator_stores() -> list[str]:
 
 
 def refuse_other_stores(config: JobConfig, user: str, stores: Sequence[str]) -> None:
-    """Raise ConfigError for a URL outside of what a user may reach.
+    """Raise ConfigError for a URL that a user may not use.
 
-    Checkpoints go below a store itself; models are read from its `models/`, and from what runs of
-    the user have written.
+    Checkpoints go below a store itself; models are read from its `models/` and from the user's own
+    runs.
     """
     url = config.storage.url
     if url not in (None, BROKER) and url.rstrip("/") not in stores:
@@ -151,28 +151,29 @@ def _refused(key: str, url: str, allowed: Sequence[str]) -> ConfigError:
     )
 
 
-# -- files that a configuration leads to -----------------------------------------------------------
+# -- files that a configuration names, directly or by links
+# -----------------------------------------------------------
 
 _MAX_FILES = 10_000
 _MAX_DEPTH = 4
 _NEWEST = 3
-"""Checkpoints of its own that a run may go on from: the newest, or one before a damaged one."""
+"""Newest checkpoints of a run that are checked: it continues from one of them."""
 _MAX_JSON_BYTES = 8 << 20
 _BIG = frozenset({"tokenizer.json", "vocab.json"})
-"""Words of a language, no names of files."""
+"""Files of vocabularies, which name no files."""
 _WRITTEN = frozenset({"output_dir", "weights.folder"})
 _SANDBOXED = ("env.", "agent.")
 
 
 class Lead(NamedTuple):
-    """A file or folder that will be read, and the setting or link that leads to it."""
+    """A file or folder that a job reads, and the setting or link that names it."""
 
     key: str
     value: str
     via: str
-    """The link inside of `value`; empty for `value` itself."""
+    """The link inside of the folder `value`; empty for `value` itself."""
     path: Path
-    """Where it lies when all links are followed."""
+    """Its path with all links followed."""
 
     def __str__(self) -> str:
         inside = f": {self.via} in it leads to {self.path}, which" if self.via else ""
@@ -180,10 +181,10 @@ class Lead(NamedTuple):
 
 
 def leads(config: JobConfig, more: Mapping[str, str] | None = None) -> Iterator[Lead]:
-    """Yield where each text of a configuration leads; files of model folders only as links.
+    """Yield the file or folder of each text of a configuration, and the links in model folders.
 
-    `more` are further folders that are read, by what names them. Raises ConfigError for a folder
-    with more files than a model has.
+    `more` are further folders that are read, by their settings. Raises ConfigError for a folder
+    with more files than a model can have.
     """
     for key, value in [*texts_of(config.model_dump(mode="json")), *(more or {}).items()]:
         for name, path in _with_bases(key, value):
@@ -191,8 +192,8 @@ def leads(config: JobConfig, more: Mapping[str, str] | None = None) -> Iterator[
                 continue
             if "/" in path or os.path.lexists(place):
                 yield Lead(name, path, "", Path(os.path.realpath(place)))
-            # games and programs read what `env` and `agent` name, in sandboxes, which links do not
-            # lead out of
+            # games and programs read the paths of `env` and `agent` in sandboxes, which no link
+            # leaves
             if key not in _WRITTEN and not key.startswith(_SANDBOXED) and _is_folder(place):
                 for via, target in _links(place, name):
                     yield Lead(name, path, via, target)
@@ -213,8 +214,8 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
     """Raise ConfigError for a link into a run that is not the user's own, or out of the roots.
 
-    Called right before the files are read: a model folder may have been changed since
-    the job was accepted.
+    Call it right before the files are read, since a model folder may have changed after the job was
+    accepted.
     """
     roots = [Path(root) for root in record.output_roots]
     if not roots:
@@ -273,7 +274,7 @@ _DATA = ("env.train_data", "env.val_data")
 
 
 def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
-    """Yield a text and, where it is the folder of an adapter, the base of that, and so on."""
+    """Yield a path and, for an adapter's folder, the base models below it."""
     source = TaskSource.parse(value) if key in _DATA else None
     yield key, value if source is None else source.folder
     seen: set[str] = set()
@@ -284,7 +285,7 @@ def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
 
 
 def _links(folder: Path, key: str) -> Iterator[tuple[str, Path]]:
-    """Yield what in a folder leads elsewhere: its name in the folder, and the place."""
+    """Yield the links in a folder: their names in it, and their targets."""
     num_files = 0
     waiting, seen = [(folder, 0)], {folder.resolve()}
     while waiting:

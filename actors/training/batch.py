@@ -125,8 +125,7 @@ class BatchCalls:
         return replace(self, **{**columns, "call_N": call_n, "next_K": number_K[columns["next_K"]]})
 
     def token_rewards(self, further_N: Tensor) -> Tensor:
-        """Return the reward of each token: `further_N`, plus posted rewards at the ends of calls.
-        """
+        """Return the reward of each token: `further_N`, plus posted rewards at the ends of calls."""
         rewards_K = self.rewards_K + self.outcome_K.masked_fill(self.next_K >= 0, 0.0)
         last_N = is_last_of_sequence(self.call_N)
         rewards_N = further_N.double()
@@ -179,8 +178,7 @@ class BatchCalls:
 
 
 def calls_of(groups: Sequence[Group], call_N: np.ndarray[Any, Any]) -> BatchCalls | None:
-    """Return the calls of a batch, or None if there are none; `call_N` is the call of each token.
-    """
+    """Return the calls of a batch, or None if there are none; `call_N` is the call of each token."""
     rows = [item for group in groups for item in group.sampled]
     if all(item.calls is None for item in rows):
         return None

@@ -141,8 +141,7 @@ class ModelCopy:
         self._write(lambda: write(self.weights))
 
     def write_optimizer(self, path: Path, parallel: Parallel) -> Callable[[], None]:
-        """Write the optimiser's state on all ranks at once; for a single rank, return its writer.
-        """
+        """Write the optimiser's state on all ranks at once; for a single rank, return its writer."""
         if parallel.sharded:
             return save_optimizer(path, self.optimizer, parallel)
 

@@ -115,8 +115,7 @@ class CustomFunction:
         return there[target]
 
     def called(self, inputs: object) -> Any:
-        """Return the function's result; raises ConfigError with its error and the location of it.
-        """
+        """Return the function's result; raises ConfigError with its error and the location of it."""
         with blaming(self.failure):
             try:
                 return self._call(inputs)

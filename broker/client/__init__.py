@@ -1,1 +1,1 @@
-"""The connection to NATS: logging in, publishing, asking and answering."""
+"""The connection to NATS: login, publishing, requests and replies."""

@@ -1,10 +1,10 @@
-"""Whether the broker is there, for how long it was, and who waits for it.
+"""Availability of the broker, and the operations that wait for it.
 
-Waiting for the broker is not a failure. A connection that is *patient* (every
-actor's, and that of a client that follows a run) waits for as long as it takes: its clock, by which
-its deadlines are counted, stands still while the broker is away, and what the broker does not
-answer or has no room for is asked again. Who waits says so: in the log, and by `trouble`, which
-heartbeats carry. A connection that is not patient gives up at its deadlines.
+Waiting for the broker is not a failure. A *patient* connection (every actor's, and that of a client
+that follows a run) waits without a bound: the clock of its deadlines stops while the broker is
+away, and requests that the broker does not answer or has no room for are repeated. Such waits are
+logged and appear in `trouble`, which heartbeats carry. Other connections give up at their
+deadlines.
 """
 
 import asyncio
@@ -34,38 +34,38 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Trouble(NamedTuple):
-    """A long wait although the connection is up."""
+    """A long wait on an open connection."""
 
     text: str
-    """What is waited for, and what may be wrong."""
+    """The awaited operation, and possible causes of the delay."""
     since: float
     """Seconds since the epoch."""
 
 
 class Availability:
-    """The state of one connection, for its waits."""
+    """The connection state that waits depend on."""
 
     def __init__(self) -> None:
         """Start disconnected and not patient."""
         self.is_patient = False
         self._num_patient = 0
         self.outlasts_refusal = False
-        """Whether to wait after a refusal at a reconnect: the auth service may be away."""
+        """Whether to wait after a refused reconnect: the auth service may be away."""
         self.is_connected = False
         self._changed = asyncio.Event()
         self._away_s = 0.0
         self._away_since: float | None = None
         self._connected_at = float("-inf")
         self.unanswered: dict[object, Trouble] = {}
-        """Long waits although the connection is up."""
+        """Long waits on an open connection."""
 
     def clock(self) -> float:
-        """Return the seconds of the loop's clock without those a patient connection was away."""
+        """Return the event loop's clock; it stops while a patient connection is down."""
         now = time.monotonic()
         return (now if self._away_since is None else self._away_since) - self._away_s
 
     def came(self) -> None:
-        """Note that the connection is up."""
+        """Record that the connection is up."""
         self._count()
         self._away_since = None
         self.is_connected = True
@@ -73,18 +73,18 @@ class Availability:
         self._changed.set()
 
     def went(self) -> None:
-        """Note that the connection is lost."""
+        """Record that the connection is lost."""
         self.is_connected = False
         if self.is_patient and self._away_since is None:
             self._away_since = time.monotonic()
         self._changed.set()
 
     def up_for(self, seconds: float) -> bool:
-        """Return whether the connection came up at least so long ago."""
+        """Return whether the connection has been up for at least this many seconds."""
         return time.monotonic() - self._connected_at > seconds
 
     def set_patient(self, patient: bool) -> None:
-        """Wait for the broker without a bound, or from now on until the deadlines."""
+        """Set whether waits have no bound, or end at their deadlines from now on."""
         self._count()
         self.is_patient = patient
         self._away_since = time.monotonic() if patient and not self.is_connected else None
@@ -92,7 +92,7 @@ class Availability:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Be patient for the duration of the block; blocks of one connection may overlap."""
+        """Make the connection patient during the block; blocks of one connection may overlap."""
         if not self._num_patient:
             self.set_patient(True)
         self._num_patient += 1
@@ -104,13 +104,13 @@ class Availability:
                 self.set_patient(False)
 
     def wake(self) -> None:
-        """Wake all waits: the connection is closed for good."""
+        """Wake all waits after the connection is closed for good."""
         self._changed.set()
 
     async def wait(self, deadline: float, is_over: "asyncio.Event") -> None:
         """Wait until the connection is up or closed for good; TimeoutError at `deadline`.
 
-        The deadline is one of `clock`: a patient connection has none while the broker is away.
+        The deadline is a value of `clock`, which stops while a patient connection is down.
         """
         while not self.is_connected and not is_over.is_set():
             self._changed.clear()
@@ -120,7 +120,7 @@ class Availability:
 
     @property
     def trouble(self) -> Trouble | None:
-        """Return what the broker does not answer; None if nothing, and while it is away."""
+        """Return the first of the unanswered waits; None if there is none or the broker is away."""
         return next(iter(self.unanswered.values()), None) if self.is_connected else None
 
     def _count(self) -> None:
@@ -130,7 +130,7 @@ class Availability:
 
 
 class UnansweredRequest:
-    """A wait for an answer although the connection is up."""
+    """A wait for an answer on an open connection."""
 
     def __init__(self, availability: Availability, waiting_for: str) -> None:
         self._availability = availability
@@ -146,7 +146,7 @@ class UnansweredRequest:
             _log.info("broker_wait_over", waited_for=self._waiting_for)
 
     def note(self, why: str) -> None:
-        """Note a failed attempt, and log it now and then."""
+        """Record a failed attempt, and log it at intervals."""
         now = time.monotonic()
         if self._since is None or not self._availability.is_connected:
             self._since, self._next_word = now, now + TOLD_AFTER_S
@@ -157,10 +157,10 @@ class UnansweredRequest:
             _log.warning("broker_does_not_answer", waiting_for=self._waiting_for, reason=why)
 
 
-# What nats-py reports only to a callback, turned into errors.
+# Errors that nats-py reports only to a callback.
 #
-# A refusal of a user that was admitted before is retried more slowly, since the auth service may be
-# starting; after half a minute the connection is closed for good, unless it is an actor's.
+# A refused reconnect is retried more slowly, since the auth service may be starting; after half a
+# minute the connection is closed for good, except an actor's.
 
 RECONNECT_WAIT_S = 0.05
 REFUSED_WAIT_S = 1.0
@@ -183,7 +183,7 @@ class ErrorCallbacks:
         self._availability = availability
         self.callbacks = Callbacks[Callable[[BrokerError], None]]()
         self.last: Exception | None = None
-        """The last error since the connection was up."""
+        """The last error since the connection came up."""
         self.expects: asyncio.Future[BrokerError] | None = None
         """Receives a refusal during the first connect."""
         self._url = url
@@ -200,12 +200,12 @@ class ErrorCallbacks:
         return self.expects
 
     def forget(self) -> None:
-        """Forget the last error: the connection is up again."""
+        """Forget the last error after a reconnect."""
         self.last = self._refused_since = None
         self._client.options["reconnect_time_wait"] = RECONNECT_WAIT_S
 
     async def handle_error(self, error: Exception) -> None:
-        """Handle what nats-py reports only to its error callback."""
+        """Handle an error that nats-py reports only to its error callback."""
         self.last = error
         if denied := faults.denied_subject(error):
             refusal = faults.denied(self._user, *denied)
@@ -242,7 +242,7 @@ class ErrorCallbacks:
             callback(error)
 
 
-# Repeating idempotent operations until the broker answers.
+# Repeat idempotent operations until the broker answers.
 
 T = TypeVar("T")
 
@@ -286,12 +286,12 @@ async def persist(
 
 
 async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str) -> None:
-    """Raise NoResponders if the stream is gone that was to store a message on `subject`.
+    """Raise NoResponders if the stream that stores messages on `subject` is gone.
 
-    The server says so by itself unless there is a listener, as with all that mirror a bucket or
-    follow a run: then the message has arrived without a confirmation. For guests the store
-    proxy looks. Log lines are left out: nothing waits for them, and the nodes, which write those of
-    all jobs, have no right to look.
+    The server reports a missing stream only if the subject has no subscriber. Mirrors of buckets
+    and followers of runs subscribe, and then the message arrives without a confirmation. For guests
+    the store proxy checks. Log lines are not checked: no caller waits for them, and nodes, which
+    write those of all jobs, may not query the streams.
     """
     stream = stream_of(subject)
     if not store.asks_jetstream or stream == subject or stream.endswith("-log"):
@@ -307,7 +307,7 @@ async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str
     except (BrokerError, TimeoutError) as error:
         if isinstance(error, Refused) and error.is_absent:
             raise NoResponders(f"no stream stores {subject}") from error
-        return  # the broker is slow or away: the request is repeated
+        return  # the broker is slow or away: repeat the request
 
 
 def _is_over(broker: "Broker", deadline: float) -> bool:
@@ -315,12 +315,12 @@ def _is_over(broker: "Broker", deadline: float) -> bool:
 
 
 def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
-    """Return whether reconnecting clients and elected leaders have had time to answer."""
+    """Return whether clients had time to reconnect and clusters to elect leaders."""
     return broker.settled and broker.clock() >= min(missed + broker.absent_s, deadline)
 
 
 async def _has_jetstream(broker: "Broker") -> bool:
-    """Return whether the server stores messages; a guest cannot know and assumes so."""
+    """Return whether the server has JetStream; a guest cannot check and assumes so."""
     if broker.is_guest:
         return True
     try:

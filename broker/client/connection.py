@@ -1,13 +1,12 @@
-"""One connection to the broker, and the only way requests leave it.
+"""One connection to the broker; all requests go through it.
 
-nats-py carries the bytes; this module adds what a long-lived actor needs. The first connect is
-bounded and says why it failed. Later losses of the connection heal by themselves within some ten
-milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
-that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
-away if the connection is patient (`availability.py`). Errors that NATS reports
-only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
-subject raises. Payloads are measured before they are sent, because the server closes the
-connection of a client that sends too much.
+nats-py transfers the bytes; this module adds what a long-lived actor needs. The first connect is
+bounded and reports why it failed. Lost connections are restored within some ten milliseconds:
+pending requests end at once with `ConnectionLost` instead of at their timeout, so that idempotent
+ones (`retry`) are repeated as soon as the server is back, without a bound if the connection is
+patient (`availability.py`). Errors that NATS reports only to a callback (denied subjects, slow
+consumers) become log events, and a request to a denied subject raises. Payload sizes are checked
+before sending, because the server closes the connection of a client that exceeds the limit.
 """
 
 import asyncio
@@ -49,9 +48,10 @@ from .replies import Callbacks, Listening, Replies, checked, listen
 __all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
 # Where stored data is read, and how stale a read may be (`Replication`: a server, or a cluster).
-# Services and connections without authentication ask JetStream, processes of a job the auth
-# service's store proxy for the buckets that all jobs share, guests the proxy for everything
-# (`broker/permissions.py` says why).
+#
+# Services and connections without authentication use JetStream. Processes of a job use the auth
+# service's store proxy for the shared buckets, guests use it for everything
+# (`broker/permissions.py` explains why).
 
 _SHARED = frozenset(f"KV_{bucket}" for bucket in (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS))
 _INFO = "STREAM.INFO."
@@ -59,20 +59,20 @@ _INFO = "STREAM.INFO."
 
 @dataclass(frozen=True)
 class Replication:
-    """How far reads may be behind confirmed writes."""
+    """How far reads may lag behind confirmed writes."""
 
     reads_leader: bool
-    """Whether the newest message is read from a stream's leader: a replica may not have it."""
+    """Whether the newest message is read from the stream's leader: a replica may lack it."""
     lag_s: float
-    """How long a confirmed write may be missing in reads."""
+    """How long a confirmed write may be missing from reads."""
     absent_s: float
-    """How long an existing stream may be without an answer."""
+    """How long an existing stream may not answer."""
 
 
 SINGLE = Replication(reads_leader=False, lag_s=0.0, absent_s=2.0)
-"""A single server. When it is stopped, its streams end some time before its connections."""
+"""A single server. When it stops, its streams end shortly before its connections."""
 CLUSTER = Replication(reads_leader=True, lag_s=3.0, absent_s=20.0)
-"""Several servers. Replicas lag behind their leader, and a stream may be electing one."""
+"""Several servers. Replicas lag behind their leader, and a stream may be electing a leader."""
 
 
 class StoreSubjects:
@@ -89,43 +89,45 @@ class StoreSubjects:
         return bool(self.subject) and stream in _SHARED
 
     def direct_get(self, stream: str) -> str:
-        """Subject on which stored messages of a stream are asked for."""
+        """Return the subject for reading stored messages of a stream."""
         if self.passes(stream):
             return f"{self.subject}.get.{stream}"
         return f"$JS.API.DIRECT.GET.{stream}"
 
     def last_get(self, stream: str, subject: str, *, of_leader: bool) -> tuple[str, bytes]:
-        """Subject and payload of the request for the last message on `subject`."""
+        """Return subject and payload of the request for the last message on `subject`."""
         if of_leader and not self.passes(stream):
             request = json.dumps({"last_by_subj": subject}).encode()
             return f"$JS.API.STREAM.MSG.GET.{stream}", request
         return f"{self.direct_get(stream)}.{subject}", b""
 
     def api(self, verb: str) -> str:
-        """Subject of another request to JetStream; raises BrokerError for one that is denied."""
+        """Return the subject of another JetStream request; raises BrokerError for a denied one."""
         return f"$JS.API.{verb}"
 
     def store(self, subject: str) -> str:
-        """Subject to send a message to, for it to be stored on `subject`."""
+        """Return the subject to publish to in order to store a message on `subject`."""
         return subject
 
     def absent_s(self, replication: Replication) -> float:
-        """Return how long a missing answer does not mean that a stream was deleted."""
+        """Return how long an existing stream may not answer."""
         return replication.absent_s
 
 
 class GuestStoreSubjects(StoreSubjects):
-    """Chooses subjects for guests: the store proxy handles all, and reports missing streams."""
+    """Chooses subjects for guests: the store proxy handles all requests and reports missing
+    streams.
+    """
 
     asks_jetstream = False
 
     def passes(self, stream: str) -> bool:
-        """Return whether reads of a stream go through the store proxy: all do."""
+        """Return True: all reads go through the store proxy."""
         del stream
         return True
 
     def api(self, verb: str) -> str:
-        """Subject of a request about a stream; raises BrokerError for any other."""
+        """Return the subject of a request about a stream; raises BrokerError for other requests."""
         if not verb.startswith(_INFO):
             raise BrokerError(
                 f"users may not ask for {verb} at the broker",
@@ -134,7 +136,7 @@ class GuestStoreSubjects(StoreSubjects):
         return f"{self.subject}.info.{verb.removeprefix(_INFO)}"
 
     def store(self, subject: str) -> str:
-        """Subject of the proxy that stores a message on `subject`."""
+        """Return the proxy's subject for storing a message on `subject`."""
         return f"{self.subject}.put.{subject}"
 
     def absent_s(self, replication: Replication) -> float:
@@ -156,7 +158,7 @@ _log = structlog.get_logger()
 
 
 class Broker:
-    """A connection; make one with `connect`."""
+    """A connection to the broker; create it with `connect`."""
 
     def __init__(self, url: str, name: str, login: Login) -> None:
         """Prepare a connection that `connect` opens."""
@@ -182,17 +184,17 @@ class Broker:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Largest payload that this server takes, with room for headers."""
+        """Largest payload that this server accepts, less room for headers."""
         return self.nc.max_payload - _HEADER_ROOM
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection is up right now."""
+        """Whether the connection is up."""
         return self.nc.is_connected
 
     @property
     def replication(self) -> Replication:
-        """How far reads may be behind writes: whether the server is one of several."""
+        """How far reads may lag behind writes: depends on whether the server is in a cluster."""
         return CLUSTER if server_info(self.nc).get("cluster") else SINGLE
 
     @property
@@ -202,32 +204,34 @@ class Broker:
 
     @property
     def settled(self) -> bool:
-        """Whether listeners from before the last reconnect have had time to return."""
+        """Whether other clients have had time to reconnect since the last reconnect."""
         return self.availability.up_for(RECONNECT_GRACE_S)
 
     @property
     def is_patient(self) -> bool:
-        """Whether waits for the broker last as long as it takes."""
+        """Whether waits for the broker have no bound."""
         return self.availability.is_patient
 
     def clock(self) -> float:
-        """Return the clock of deadlines; it stops while a patient connection is away."""
+        """Return the clock of deadlines; it stops while a patient connection is down."""
         return self.availability.clock()
 
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after each reconnect; returns a function that takes it off again."""
+        """Call `callback` after each reconnect; returns a function that removes it."""
         return self._on_reconnect.add(callback)
 
     def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` at each loss of the connection; returns a function that takes it off."""
+        """Call `callback` at each loss of the connection; returns a function that removes it."""
         return self._on_disconnect.add(callback)
 
     def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
-        """Call `callback` with each denied subject and slow consumer; returns its removal."""
+        """Call `callback` for each denied subject and slow consumer; returns a function that
+        removes it.
+        """
         return self._complaints.callbacks.add(callback)
 
     async def close(self) -> None:
-        """Send what is pending and close."""
+        """Send pending messages and close."""
         self._closing = True
         if self.nc.is_connected:
             with contextlib.suppress(nats.errors.Error, TimeoutError):
@@ -247,7 +251,7 @@ class Broker:
             raise faults.closed(self.url, self._complaints.last or self.nc.last_error)
 
     async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
-        """Wait until the connection is up; `deadline` is one of `clock`.
+        """Wait until the connection is up; `deadline` is a value of `clock`.
 
         Raises DeadlineError, which names `waiting_for`, and BrokerError once it is closed.
         """
@@ -258,7 +262,7 @@ class Broker:
         self.check_open()
 
     def check_size(self, size: int, *, what: str) -> None:
-        """Raise MessageError if `size` bytes are too many for one message."""
+        """Raise MessageError if `size` bytes do not fit one message."""
         if size > self.max_payload_bytes:
             raise faults.too_large(what, size, self.max_payload_bytes)
 
@@ -272,7 +276,7 @@ class Broker:
     ) -> None:
         """Publish without confirmation: while the connection is down the message may be lost.
 
-        Where nobody listens the server says so on `reply`, if this connection listens there.
+        If the subject has no subscriber, the server reports so on `reply`, if subscribed here.
         """
         self.check_size(len(payload), what=f"a message on {subject}")
         self.check_open()
@@ -329,9 +333,9 @@ class Broker:
         )
 
     async def api(self, verb: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Ask the JetStream API (`verb` is what follows `$JS.API.`) and return its answer.
+        """Send a JetStream API request (`verb` follows `$JS.API.`) and return its answer.
 
-        Raises NotFoundError when the stream that `verb` names is not there, Refused, and what
+        Raises NotFoundError when the stream that `verb` names does not exist, Refused, and what
         `request` raises.
         """
         payload = json.dumps(request).encode() if request is not None else b""
@@ -344,31 +348,31 @@ class Broker:
             raise
 
     def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
-        """Subject and payload of the request for the last message on `subject`."""
+        """Return subject and payload of the request for the last message on `subject`."""
         return self._store.last_get(stream, subject, of_leader=self.replication.reads_leader)
 
     def direct_get(self, stream: str) -> str:
-        """Subject on which stored messages of a stream are asked for."""
+        """Return the subject for reading stored messages of a stream."""
         return self._store.direct_get(stream)
 
     @property
     def is_guest(self) -> bool:
-        """Whether this connection reaches what is stored through the store proxy only."""
+        """Whether this connection reads and stores through the store proxy only."""
         return not self._store.asks_jetstream
 
     @property
     def is_limited(self) -> bool:
-        """Whether this connection has the rights of a user or of a process of one job."""
+        """Whether this connection has the rights of a user or of one job's process."""
         return bool(self._store.subject)
 
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
     ) -> T:
-        """Do something idempotent again and again until the broker answers.
+        """Repeat an idempotent operation until the broker answers.
 
-        Raises DeadlineError, which names `waiting_for`, when it has not by then (never while the
-        connection is patient), and, when no service listens although a reconnecting client or
-        elected leader has had the time to, NotFoundError for a stream, else NoResponders.
+        Raises DeadlineError, which names `waiting_for`, if it has not answered by then (never while
+        the connection is patient). If there is still no responder after clients could reconnect and
+        leaders be elected, raises NotFoundError for a stream, else NoResponders.
         """
         return await persist(self, attempt, deadline_s, waiting_for)
 
@@ -381,9 +385,9 @@ class Broker:
         deadline_s: float,
         waiting_for: str,
     ) -> int:
-        """Store what may be sent twice in its stream until it is confirmed; return its sequence.
+        """Store an idempotent message, repeating until it is confirmed; return its sequence.
 
-        Raises NotFoundError when no stream takes the subject, DeadlineError, Refused.
+        Raises NotFoundError if no stream stores the subject, DeadlineError, Refused.
         """
         place = self._store.store(subject)
 
@@ -401,12 +405,12 @@ class Broker:
             raise faults.missing(stream_of(subject)) from error
 
     def late(self, waiting_for: str) -> DeadlineError:
-        """Return the error of a wait that ran out; raises BrokerError once it is closed."""
+        """Return the error of an expired wait; raises BrokerError once the connection is closed."""
         self.check_open()
         return faults.late(self.url, waiting_for)
 
     async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
-        """Connect for the first time; raises BrokerError when the server is away or refuses."""
+        """Connect for the first time; raises BrokerError if the server is away or refuses."""
         refusal = self._complaints.expect_refusal()
         opening = asyncio.create_task(self._open(credentials))
         try:
@@ -427,7 +431,7 @@ class Broker:
     async def _was_cut_off(
         self, opening: "asyncio.Task[None]", refusal: "asyncio.Future[BrokerError]"
     ) -> bool:
-        """Whether the server closed the connection as it was made; its reason may come later."""
+        """Return whether the server closed the new connection; its reason may arrive later."""
         if not isinstance(opening.exception(), RuntimeError):  # uvloop's, of a closed transport
             return False
         await asyncio.wait({refusal}, timeout=_REASON_S)
@@ -443,7 +447,7 @@ class Broker:
                 reconnected_cb=self._reconnected,
                 closed_cb=self._closed,
                 max_reconnect_attempts=-1,
-                reconnect_time_wait=cast("int", RECONNECT_WAIT_S),  # seconds, fractions are fine
+                reconnect_time_wait=cast("int", RECONNECT_WAIT_S),  # seconds; may be fractional
                 connect_timeout=2,
                 ping_interval=10,
                 pending_size=PENDING_BYTES,
@@ -482,7 +486,7 @@ class Broker:
 
     async def _closed(self) -> None:
         self.closed.set()
-        self.availability.wake()  # those who wait find it closed
+        self.availability.wake()  # waiting tasks see that it is closed
         if not self._closing and self._was_open:
             error = self.nc.last_error or self._complaints.last
             self._complaints.report("broker_connection_closed", faults.closed(self.url, error))
@@ -501,12 +505,12 @@ async def connect(
 ) -> Broker:
     """Connect to the broker and check that it has JetStream.
 
-    The identity comes from `login`, `credentials_file` (a service's), `api_key`, or what
-    the environment holds (`login.py`); else it is `user`, at a broker without authentication.
-    `credentials` are further options of nats-py's.
+    The identity comes from `login`, `credentials_file` (a service's), `api_key`, or the environment
+    (`login.py`); else it is `user`, at a broker without authentication. `credentials` are further
+    nats-py options.
 
-    Raises BrokerError if no server answers within `deadline_s`, refuses the user, or
-    has JetStream disabled; AuthError for a malformed key.
+    Raises BrokerError if no server answers within `deadline_s`, refuses the user, or has JetStream
+    disabled; AuthError for a malformed key.
     """
     faults.check_url(url)
     broker = Broker(url, name, login or find_login(user, api_key, credentials_file))
@@ -533,10 +537,10 @@ _FLUSH_ANSWER_S = 5
 
 
 async def flush(broker: Broker, *, waiting_for: str, deadline_s: float = FLUSH_DEADLINE_S) -> None:
-    """Wait until the server has taken all that was sent, subscriptions above all.
+    """Wait until the server has processed everything sent, such as subscriptions.
 
-    nats-py's own flush waits for the answer to a ping; where the connection breaks meanwhile, that
-    answer never comes. Here the next connection is asked, on which nats-py has subscribed again.
+    nats-py's own flush waits for the answer to a ping, which never arrives if the connection
+    breaks. This one asks the next connection, on which nats-py has renewed its subscriptions.
 
     Raises DeadlineError, which names `waiting_for`, BrokerError once the connection is closed.
     """
@@ -595,12 +599,12 @@ async def first_connection(
     login: Login | None = None,
     for_ever: bool,
 ) -> Broker | None:
-    """Connect patiently; None when `stopping` was set before a broker answered.
+    """Connect patiently; None if `stopping` was set before a broker answered.
 
-    With `for_ever` a broker that is away, or refuses because who checks keys is away, is waited
-    for: an actor of a job was given the address by its node, which is connected there. Else
-    a wrong address is reported after half a minute. Raises BrokerError, AuthError; a malformed
-    address is reported at once.
+    With `for_ever`, waits while the broker is away or refuses because the auth service is away: an
+    actor of a job gets the address from its node, which is connected. Otherwise a wrong address is
+    reported after half a minute. Raises BrokerError, AuthError; a malformed address is reported at
+    once.
     """
     faults.check_url(url)
     while not stopping.is_set():
@@ -621,13 +625,13 @@ async def first_connection(
 
 
 async def give_up_at(stopping: asyncio.Event, broker: Broker) -> None:
-    """End waits for the broker at their deadlines once `stopping` is set."""
+    """Make waits for the broker end at their deadlines once `stopping` is set."""
     await stopping.wait()
     broker.availability.set_patient(False)
 
 
 async def _unless(stopping: asyncio.Event, awaited: Coroutine[Any, Any, T]) -> T | None:
-    """Await something, but no longer than until `stopping` is set; None if that came first."""
+    """Await something until `stopping` is set; None if that came first."""
     work, stop = asyncio.create_task(awaited), asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -636,25 +640,25 @@ async def _unless(stopping: asyncio.Event, awaited: Coroutine[Any, Any, T]) -> T
         await end_tasks((work, stop))
 
 
-# -- a connection for requests of users alone, made anew when a flood has filled it ----------------
+# -- a separate connection for requests of users, replaced when a flood has filled it --------------
 #
-# What the server holds for a connection is one line of up to `max_pending` bytes. Behind a flood
-# of one user the requests of all others wait in it, long after the flood has ended; so would the
-# replies that a service itself waits for, its lease among them, if they came over the same
-# connection. So the age of the queue is measured while many requests are refused. One
-# that is too old is dropped with the connection: it is no longer awaited, and who is not
-# flooding asks again.
+# The server queues up to `max_pending` bytes for each connection, in one line. Behind one user's
+# flood the requests of all others wait in it, even after the flood has ended. If they shared the
+# service's own connection, the replies that it awaits, such as those for its lease, would wait too.
+# So the age of the queue is measured while many requests are refused. A queue that is too old is
+# dropped with the connection: no caller awaits its requests any more, and users who do not flood
+# repeat theirs.
 
 _CONNECTION_LOOK_S = 1.0
 _LATE_S = 2.0
 _MANY = 16
-"""Requests refused between two looks, from which on the age of the line is measured."""
+"""Number of refused requests between two checks from which on the queue's age is measured."""
 
 
 def request_connection(
     broker: Broker, stopping: asyncio.Event
 ) -> AbstractAsyncContextManager[Broker | None]:
-    """Connect once more, as `broker` did; None when `stopping` was set before it succeeded."""
+    """Open a second connection like `broker`'s; None if `stopping` was set before it succeeded."""
     name = f"{broker.name}-requests"
     return connected(broker.url, name, stopping, login=broker.login, for_ever=True)
 
@@ -662,9 +666,9 @@ def request_connection(
 async def drop_old_requests(
     own: Broker, *shares: FairQueue, look_s: float = _CONNECTION_LOOK_S, late_s: float = _LATE_S
 ) -> None:
-    """Make the connection anew whenever a flood has left it `late_s` behind, for ever.
+    """Replace the connection whenever a flood has left it `late_s` behind; runs for ever.
 
-    `shares` take the requests that come over it.
+    `shares` are the queues of the requests that arrive on it.
     """
     seen = sum(share.num_refused for share in shares)
     while True:
@@ -677,7 +681,7 @@ async def drop_old_requests(
 
 
 async def _is_late(own: Broker, late_s: float) -> bool:
-    """Return whether a message that the server sends now takes so long to arrive."""
+    """Return whether a message from the server takes longer than the bound to arrive."""
     try:
         await own.nc.flush(cast("int", late_s))
     except nats.errors.FlushTimeoutError:

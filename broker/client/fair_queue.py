@@ -1,8 +1,8 @@
 """Runs the requests of many users in turn, and refuses a user's excess requests.
 
-Each user has a bounded number that run and a bounded number that wait; of those that wait the users
-take turns. So a flood of one user costs the others a turn each, never a place, and what a service
-holds is bounded by the number of users.
+Each user has a bounded number of running and of waiting requests, and waiting requests run in turn
+by user. So one user's flood delays each other user by one turn only, and a service's memory is
+bounded by the number of users.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 MAX_RUNNING = 256
 WAITING_PER_RUNNING = 8
 MAX_BYTES = 64 << 20
-"""Of the requests of one user that wait or run."""
+"""Bound on the waiting and running requests of one user."""
 DEFAULT_BOUND = 16
 _YIELD_EVERY = 64
 
 
 class FairQueue:
-    """Work of many users."""
+    """Queued and running requests of many users."""
 
     def __init__(self, *, max_running: int = MAX_RUNNING) -> None:
-        """Hold nothing."""
+        """Start empty."""
         self.bound: Callable[[str], int | None] = lambda _: DEFAULT_BOUND
-        """How many requests of a user may run at once; None: as many as run in all."""
+        """Running requests allowed for a user; None: as many as for all users together."""
         self.num_refused = 0
-        """Requests that were refused so far."""
+        """Number of requests refused so far."""
         self._max_running = max_running
         self._waiting: OrderedDict[str, deque[tuple[Work, int]]] = OrderedDict()
         self._running: dict[str, int] = {}
@@ -40,15 +40,15 @@ class FairQueue:
         self._num_submitted = 0
 
     async def give_way(self) -> None:
-        """Let other tasks run now and then; await it before each `submit`."""
+        """Let other tasks run at intervals; await it before each `submit`."""
         self._num_submitted += 1
         if self._num_submitted % _YIELD_EVERY == 0:
             await asyncio.sleep(0)
 
     def submit(self, user: str, work: Work, num_bytes: int = 0) -> bool:
-        """Run a request of a user when it is its turn; False: refused, the user has too many.
+        """Run a user's request in its turn; return False if refused because the user has too many.
 
-        `num_bytes` is the memory that it holds until it has ended.
+        `num_bytes` is the memory that the request holds until it ends.
         """
         waiting, held = self._waiting.get(user), self._bytes.get(user, 0)
         full = waiting is not None and len(waiting) >= WAITING_PER_RUNNING * self._most(user)
@@ -61,7 +61,7 @@ class FairQueue:
         return True
 
     async def settle(self, deadline_s: float) -> None:
-        """Drop what waits, and give what runs some time to end."""
+        """Drop waiting requests, and give running ones some time to end."""
         self._waiting.clear()
         self._bytes.clear()
         await end_tasks(self._tasks, deadline_s)
@@ -71,7 +71,7 @@ class FairQueue:
         return self._max_running if bound is None else min(max(bound, 1), self._max_running)
 
     def _start_next(self) -> None:
-        """Start requests that may run; a user whose request starts goes to the end of the queue."""
+        """Start allowed requests; a user whose request starts goes to the end of the queue."""
         for _ in range(len(self._waiting)):
             if len(self._tasks) >= self._max_running:
                 return
@@ -100,10 +100,10 @@ class FairQueue:
 
 
 class FairLock:
-    """A lock; of the tasks that wait for it, the users take turns.
+    """A lock that users acquire in turn.
 
-    For work that occupies the loop or the broker for long: concurrent requests of one user then
-    delay the others by one piece of such work, not by one of each request.
+    For work that occupies the event loop or the broker for long: concurrent requests of one user
+    then delay the others by one such operation, not by one for each request.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class FairLock:
                 await waiting
             except asyncio.CancelledError:
                 if waiting.done() and not waiting.cancelled():
-                    self._pass_on()  # it got the lock meanwhile
+                    self._pass_on()  # it acquired the lock meanwhile
                 raise
         self._is_taken = True
         try:
@@ -141,13 +141,13 @@ class FairLock:
         self._is_taken = False
 
 
-# How often events of each of many keys may happen. Pure: the time is an argument.
+# Rate limits of events by key. Pure: the time is an argument.
 
 MAX_KEYS = 10_000
 
 
 class _Bucket(NamedTuple):
-    """What is left of a key's burst, at which time, and the events refused since the last one."""
+    """A key's remaining burst, the time of that count, and the number of events refused since."""
 
     left: float
     since: float
@@ -158,18 +158,18 @@ class Rates:
     """Allows `burst` events of a key at once, and `per_s` of them in the long run."""
 
     def __init__(self, per_s: float, burst: int, *, max_keys: int = MAX_KEYS) -> None:
-        """Start without keys; of more than `max_keys` the least recently used are forgotten."""
+        """Start without keys; beyond `max_keys` the least recently used are forgotten."""
         self._per_s = per_s
         self._burst = burst
         self._buckets: LRUCache[str, _Bucket] = LRUCache(max_keys)
 
     @property
     def num_keys(self) -> int:
-        """Number of keys that are remembered."""
+        """Number of remembered keys."""
         return len(self._buckets)
 
     def take(self, key: str, now: float) -> int | None:
-        """Return None for an event over the bound, else the refused events of its key before it."""
+        """Return None for an event over the bound, else the number refused since the last one."""
         left, since, refused = self._buckets.get(key, _Bucket(float(self._burst), now, 0))
         left = min(left + (now - since) * self._per_s, float(self._burst))
         if left < 1:
@@ -180,7 +180,7 @@ class Rates:
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]", grace_s: float | None = None) -> None:
-    """Give tasks some time to end, cancel those that are left, and wait for their end."""
+    """Wait some time for tasks to end, cancel the remaining ones, and wait for their end."""
     running = set(tasks)
     if running and grace_s is not None:
         _, running = await asyncio.wait(running, timeout=grace_s)

@@ -1,4 +1,4 @@
-"""Errors of connections, in words that a user can act on."""
+"""Errors of connections, with texts that tell users what to do."""
 
 import re
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from ...schemas.wire import errors
 from ...schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_USERS
 from .nats_internals import NO_STREAM
 
-# The URL of a broker: of one server, or of several of a cluster, with commas between them.
+# The URL of a broker: one server, or several of a cluster, separated by commas.
 #
-# `tls://a:4222,b:4222,c:4222`; each may repeat the scheme, and all have the same one. Whoever
-# connects takes any of them, and another when that is lost.
+# `tls://a:4222,b:4222,c:4222`; each may repeat the scheme, and all have the same one. A client
+# connects to any of them, and to another when that connection is lost.
 
 SCHEMES = frozenset({"nats", "tls"})
 
@@ -27,7 +27,7 @@ def server_urls(url: str) -> list[str]:
 
 
 def split_servers(url: str, schemes: frozenset[str] = SCHEMES) -> list[SplitResult]:
-    """Return the URL of each server in its parts; ValueError unless all of them could be one's."""
+    """Return each server's URL in parts; ValueError unless all could belong to one cluster."""
     servers = [urlsplit(server) for server in server_urls(url)]
     for server in servers:
         if server.scheme not in schemes or not server.hostname:
@@ -45,14 +45,14 @@ TRANSIENT = (
 )
 """Errors of nats-py after which the same request may succeed."""
 _UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
-"""What a cluster answers while it has no leader, or too few servers for a new stream."""
+"""Answers of a cluster without a leader, or with too few servers for a new stream."""
 _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
-"""What a cluster without a quorum answers, and a server whose storage is all in use."""
+"""Answers of a cluster without a quorum, and of a server without free storage."""
 _WRONG_SEQUENCE = frozenset({10071, 10164})
 _STORE_FAILED = 10077
 _STORE = "store"
 INVITED = "invited"
-"""Who logs in with an invitation."""
+"""User name of log-ins with an invitation."""
 _STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _FROM_A_CHECKPOINT = (
@@ -68,11 +68,11 @@ _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
 
 
 class ConnectionLost(errors.BrokerError):
-    """The connection broke while a request was in flight: it may or may not have arrived."""
+    """The connection broke during a request, which may or may not have arrived."""
 
 
 class NoResponders(errors.BrokerError):
-    """Nobody listens on the subject of a request, or for the `stream` that it asks for."""
+    """The request's subject has no subscriber, or the requested `stream` does not answer."""
 
     def __init__(self, message: str, *, hint: str = "", stream: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -83,11 +83,11 @@ class Refused(errors.BrokerError):
     """JetStream refused a request."""
 
     def __init__(self, error: Mapping[str, Any], what: str) -> None:
-        """Tell of `error`, an answer of JetStream's, that it was `what` which was refused."""
+        """Describe JetStream's `error` for the request `what`."""
         self.description = str(error.get("description", ""))
         self.err_code = int(error.get("err_code", 0))
         self.is_absent = error.get("code") == 404
-        """Whether what was asked for is not there."""
+        """Whether the requested item does not exist."""
         super().__init__(
             f"{what} was refused: {self.description}",
             hint="look at the stream with `nats stream info`",
@@ -95,30 +95,29 @@ class Refused(errors.BrokerError):
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether something else was written meanwhile."""
+        """Whether another message was written meanwhile."""
         return self.err_code in _WRONG_SEQUENCE
 
     @property
     def is_full(self) -> bool:
-        """Whether the stream has no room."""
+        """Whether the stream is full."""
         return self.err_code == _STORE_FAILED
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether a cluster refuses only until it has elected a leader, or a server is back."""
+        """Whether a cluster refuses until it has elected a leader, or a server is back."""
         return self.err_code in _UNSETTLED
 
     @property
     def is_passing(self) -> bool:
-        """Whether the broker stores nothing now, and will once servers or room are back."""
+        """Whether the broker cannot store now, but can once servers or room are back."""
         return self.err_code in _PASSING
 
 
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> errors.BrokerError:
     """Return the error of a request without a responder.
 
-    The store proxy answers for streams that are not there, and says so; when it is itself away, it
-    comes back.
+    The store proxy reports missing streams; if the proxy itself is absent, it comes back.
     """
     if f".{_STORE}." in subject and NO_STREAM not in headers:
         return ConnectionLost(
@@ -139,7 +138,7 @@ def shown_url(url: str) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raise BrokerError unless this is the URL of a NATS server, or of several."""
+    """Raise BrokerError unless this is the URL of one or more NATS servers."""
     try:
         split_servers(url)
     except ValueError as error:
@@ -157,7 +156,7 @@ def denied_subject(error: Exception) -> tuple[str, str] | None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the server refuses the user."""
+    """Return whether the server refuses the user."""
     text = str(error).lower()
     return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in text
 
@@ -172,7 +171,7 @@ def denied(user: str, operation: str, subject: str) -> errors.DeniedError:
 
 
 def too_large(what: str, size: int, most: int) -> errors.MessageError:
-    """Return the error of a payload that the server does not take."""
+    """Return the error of a payload that the server does not accept."""
     return errors.MessageError(
         f"{what} has {size:,} bytes, the server takes at most {most:,} in one message",
         hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
@@ -181,7 +180,7 @@ def too_large(what: str, size: int, most: int) -> errors.MessageError:
 
 
 def missing(stream: str) -> errors.NotFoundError:
-    """Return the error of a stream or bucket that is not there, with what brings it back."""
+    """Return the error of a missing stream or bucket, with a hint how to restore it."""
     plain = stream.removeprefix("KV_").removeprefix("OBJ_")
     if plain == BUCKET_JOBS:
         what = "all job records were in it: restore a back-up (`tinkermq restore`)"
@@ -200,7 +199,7 @@ def missing(stream: str) -> errors.NotFoundError:
 
 
 def late(url: str, waiting_for: str) -> errors.DeadlineError:
-    """Return the error of a wait that ran out."""
+    """Return the error of an expired wait."""
     return errors.DeadlineError(
         f"{waiting_for}: {shown_url(url)} did not answer in time",
         hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
@@ -216,7 +215,7 @@ def broken(url: str, subject: str) -> ConnectionLost:
 
 
 def dropped(subject: str) -> errors.BrokerError:
-    """Return the error of messages that came faster than they were taken."""
+    """Return the error of messages that arrived faster than they were handled."""
     return errors.BrokerError(
         f"messages on {subject} were dropped: they came faster than this process took them",
         hint="the event loop of this process was blocked, or its handler is too slow",
@@ -224,7 +223,7 @@ def dropped(subject: str) -> errors.BrokerError:
 
 
 def without_users(url: str, user: str) -> errors.BrokerError:
-    """Return the error of an API key at a pool without users."""
+    """Return the error of an API key in a pool without users."""
     return errors.BrokerError(
         f"the pool at {shown_url(url)} has no users, so it has no key of user {user!r}",
         hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",
@@ -232,7 +231,7 @@ def without_users(url: str, user: str) -> errors.BrokerError:
 
 
 def refused(url: str, user: str, error: Exception) -> errors.LogInRefusedError:
-    """Return the error of a user whom the server does not let in."""
+    """Return the error of a user whom the server refuses."""
     if user == INVITED:
         return errors.LogInRefusedError(
             f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
@@ -266,7 +265,7 @@ def closed(url: str, last_error: Exception | None) -> errors.BrokerError:
 
 
 def without_jetstream(url: str) -> errors.BrokerError:
-    """Return the error of a server that does not store messages."""
+    """Return the error of a server without JetStream."""
     return errors.BrokerError(
         f"the NATS server at {shown_url(url)} has JetStream disabled",
         hint="start it with `nats-server -js`, or let `tinkermq up` start one",

@@ -1,11 +1,11 @@
-"""API keys, job keys and invitation codes: how they are made, read and checked.
+"""API keys, job keys and invitation codes: creation, parsing and checks.
 
-An API key is `tmq_<user>_<secret>` and is known to the pool by its hash only. A job key is
-`tmqj.<user>.<job>.<role>.<actor>.<attempt>.<signature>`: it is kept nowhere and checked by its
-signature, and it is worth something only as long as that attempt of the job has that actor. The key
-of an episode is `tmqe_<user>.<job>.<episode>.<signature>`: the hosts of the job's episodes sign it
-with a secret of the job, which follows from that of the pool. In a pool without users the signature
-is random, and only the host that made it has it.
+An API key is `tmq_<user>_<secret>`; the pool stores only its hash. A job key is
+`tmqj.<user>.<job>.<role>.<actor>.<attempt>.<signature>`: it is not stored, is checked by its
+signature, and is valid only while that attempt of the job has that actor. The key of an episode is
+`tmqe_<user>.<job>.<episode>.<signature>`: the job's environment hosts sign it with a secret of the
+job, derived from the pool's secret. In a pool without users the signature is random, and only the
+host that created it has it.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ _NUMBER_CHARS = 8
 _LETTERS = string.digits + string.ascii_letters
 _KEY, _JOB_KEY, _INVITATION = "tmq", "tmqj", "tmqinv"
 EPISODE_KEY = "tmqe_"
-"""With what the keys of episodes begin."""
+"""Prefix of the keys of episodes."""
 _RANDOM_BYTES = 32
 
 
 class JobIdentity(NamedTuple):
-    """Whom a job key stands for."""
+    """The actor that a job key identifies."""
 
     user: str
     job: str
@@ -42,7 +42,7 @@ class JobIdentity(NamedTuple):
 
 
 class EpisodeIdentity(NamedTuple):
-    """Which episode a key stands for."""
+    """The episode that a key identifies."""
 
     user: str
     job: str
@@ -55,19 +55,19 @@ class EpisodeIdentity(NamedTuple):
 
 
 def new_api_key(user: str) -> str:
-    """Return a fresh key of a user."""
+    """Return a new API key of a user."""
     return f"{_KEY}_{user}_{_secret()}"
 
 
 def api_key(user: str, pool_secret: bytes, *request: str) -> str:
-    """Return the key of a user that a request makes: the same one if it comes again."""
+    """Return the key of a user that a request creates: a repeated request gets the same key."""
     return f"{_KEY}_{user}_{_derived(pool_secret, 'key', user, *request)}"
 
 
 def user_of_key(key: str) -> str:
     """Return the user that an API key names.
 
-    Raises AuthError, without the key in it, if it is none.
+    Raises AuthError, without the key in it, for another text.
     """
     head, _, secret = key.rpartition("_")
     kind, _, user = head.partition("_")
@@ -80,13 +80,13 @@ def user_of_key(key: str) -> str:
 
 
 def invitation_code(pool_secret: bytes, *request: str) -> tuple[str, str]:
-    """Return id and code of the invitation that a request makes: the same if it comes again."""
+    """Return id and code of the invitation that a request creates: the same if it is repeated."""
     number = _derived(pool_secret, "invitation id", *request)[:_NUMBER_CHARS]
     return number, f"{_INVITATION}_{number}_{_derived(pool_secret, 'invitation', *request)}"
 
 
 def id_of_invitation(code: str) -> str | None:
-    """Return the id of an invitation, or None if this is not a code."""
+    """Return the id of an invitation, or None for another text."""
     kind, _, rest = code.partition("_")
     number, _, secret = rest.partition("_")
     is_code = kind == _INVITATION and len(secret) == _SECRET_CHARS and number.isalnum()
@@ -94,18 +94,18 @@ def id_of_invitation(code: str) -> str | None:
 
 
 def with_own_inbox(code: str) -> str:
-    """Return what one client logs in with: many may have the same code, and each is sent a key."""
+    """Return one client's password for an invitation code, with an inbox of its own for its key."""
     return f"{code}.{secrets.token_hex(_RANDOM_BYTES)}"
 
 
 def inbox_of_invited(secret: str) -> str:
-    """Return the prefix of the inboxes that such a log-in is for; empty if it names none."""
+    """Return the inbox prefix of such a login; empty if it has none."""
     own = secret.partition(".")[2]
     return f"{inbox('invited')}.{own}" if len(own) == 2 * _RANDOM_BYTES and own.isalnum() else ""
 
 
 def key_hash(key: str) -> str:
-    """Return what is kept of a key: a secret of 256 random bits needs no salt and no slow hash."""
+    """Return the stored hash of a key: 256 random bits need no salt and no slow hash."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -121,7 +121,7 @@ def job_key(identity: JobIdentity, secret: bytes) -> str:
 
 
 def read_job_key(key: str) -> JobIdentity | None:
-    """Return the job that a job key names, unchecked; None if this is not a job key."""
+    """Return the actor that a job key names, unchecked; None if this is not a job key."""
     parts = key.split(".")
     if len(parts) != 7 or parts[0] != _JOB_KEY or not parts[5].isdecimal():
         return None
@@ -134,7 +134,7 @@ def read_job_key(key: str) -> JobIdentity | None:
 
 
 def check_job_key(key: str, secret: bytes) -> JobIdentity | None:
-    """Return whom a job key stands for, or None if it was not signed with `secret`."""
+    """Return the actor of a job key, or None if it was not signed with `secret`."""
     text, _, signature = key.rpartition(".")
     if not is_same(signature, _signature(text, secret)):
         return None
@@ -142,7 +142,7 @@ def check_job_key(key: str, secret: bytes) -> JobIdentity | None:
 
 
 def episode_secret(user: str, job: str, pool_secret: bytes) -> bytes:
-    """Return what the keys of one job's episodes are signed with: worth nothing for another job."""
+    """Return the secret that signs the keys of one job's episodes; it is useless for other jobs."""
     return hmac.digest(pool_secret, "\0".join(("episodes", user, job)).encode(), hashlib.sha256)
 
 
@@ -154,7 +154,7 @@ def episode_key(identity: EpisodeIdentity, secret: bytes | None) -> str:
 
 
 def read_episode_key(key: str) -> EpisodeIdentity | None:
-    """Return which episode a key says it stands for, unchecked; None if this is none."""
+    """Return the episode that a key names, unchecked; None if this is not an episode key."""
     parts = key.removeprefix(EPISODE_KEY).split(".")
     if not key.startswith(EPISODE_KEY) or len(parts) != 4 or len(parts[3]) != 2 * _RANDOM_BYTES:
         return None
@@ -167,7 +167,7 @@ def read_episode_key(key: str) -> EpisodeIdentity | None:
 
 
 def check_episode_key(key: str, pool_secret: bytes) -> EpisodeIdentity | None:
-    """Return which episode a key stands for, or None if no host of that job has signed it."""
+    """Return the episode of a key, or None if it was not signed with the job's secret."""
     identity = read_episode_key(key)
     if identity is None:
         return None

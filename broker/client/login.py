@@ -1,8 +1,8 @@
-"""The log-in of a process: as whom it connects, and with which secret.
+"""The login of a process: its identity and its secret.
 
 In this order: the credentials file of a service (`$TINKERMQ_CREDENTIALS`), the API key or job key
-that was given or stands in `$TINKERMQ_API_KEY`, else anonymous: a broker without authentication
-trusts the name that a client gives. Secrets come from the environment or from files, never from a
+passed as an argument or in `$TINKERMQ_API_KEY`, else anonymous: a broker without authentication
+trusts the name that a client states. Secrets come from the environment or from files, never from a
 command line.
 """
 
@@ -33,7 +33,7 @@ CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
 CA_VARIABLE = "TINKERMQ_CA"
 _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
-"""Set by admins to the user whose jobs they read or stop."""
+"""Variable by which an admin names the user whose jobs to read or stop."""
 INVITATION_VARIABLE = "TINKERMQ_INVITATION"
 OF_PERSONS = (KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
 """Variables of a person's environment that started processes do not need."""
@@ -42,33 +42,33 @@ _GUESTS = frozenset({"environment"})
 
 @dataclass(frozen=True)
 class Login:
-    """How one connection names and proves itself."""
+    """Identity and secret of one connection."""
 
     user: str
     """The user on whose behalf requests are sent, or the service."""
     inbox: str
     """Prefix of its inboxes."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
-    """What nats-py is given: the secret is among it."""
+    """Options for nats-py, including the secret."""
     store: str = ""
-    """Subject below which it asks the store proxy; empty for those who need none."""
+    """Subject prefix of requests to the store proxy; empty if they are not needed."""
     is_guest: bool = False
-    """Everything stored is reached through the store proxy, and not only the shared buckets."""
+    """Whether all stored data, not only the shared buckets, is accessed through the store proxy."""
     caller: str = ""
-    """The admin who acts for the user, if it is not the user himself."""
+    """The admin who acts for the user; empty for the user himself."""
 
     def rpc(self, service: str, method: str) -> str:
-        """Subject of a request to a service, on behalf of the user."""
+        """Return the subject of a request to a service, on behalf of the user."""
         if self.caller:
             return acting(self.caller, self.user, service, method)
         return rpc(self.user, service, method)
 
     def control(self, scope: JobScope, actor: str) -> str:
-        """Subject of a control request to an actor of a job of the user."""
+        """Return the subject of a control request to an actor of a job of the user."""
         return scope.control_by(self.caller, actor) if self.caller else scope.control(actor)
 
     def derived_key(self, purpose: str) -> bytes | None:
-        """Return 32 secret bytes for `purpose` that follow from a service's seed, or None."""
+        """Return 32 secret bytes for `purpose`, derived from a service's seed, or None."""
         seed = self.options.get(_SEED)
         if seed is None:
             return None
@@ -76,10 +76,10 @@ class Login:
 
 
 def find_login(user: str, api_key: str | None, credentials_file: Path | None = None) -> Login:
-    """Return how to connect, from the arguments and the environment.
+    """Return the login from the arguments and the environment.
 
-    A key that was given counts, an empty one too, which is none. Raises AuthError for a malformed
-    key, BrokerError for a credentials file that cannot be read.
+    A given key takes precedence; an empty one means no key. Raises AuthError for a malformed key,
+    BrokerError for an unreadable credentials file.
     """
     if api_key is not None:
         return _of_key(api_key)
@@ -91,12 +91,12 @@ def find_login(user: str, api_key: str | None, credentials_file: Path | None = N
 
 
 def anonymous(user: str = DEFAULT_USER) -> Login:
-    """Return how to connect without any secret, whatever the environment holds."""
+    """Return a login without any secret; the environment is ignored."""
     return Login(token(user, what="user"), inbox(user))
 
 
 def of_program(key: str, *, with_users: bool = True) -> Login:
-    """Return how a program connects with the key of its episode; AuthError for none.
+    """Return the login of a program with its episode's key; AuthError for another key.
 
     Without users the broker admits everyone, and the episode's host checks its key.
     """
@@ -110,10 +110,10 @@ def of_program(key: str, *, with_users: bool = True) -> Login:
 
 
 def take_login() -> Login:
-    """Return how a service connects, and take every secret out of its environment.
+    """Return the login of a service, and remove every secret from its environment.
 
-    A service calls this before it listens: what it opens later on behalf of somebody, and what it
-    starts, has that one's rights and not its own. Raises what `find_login` raises.
+    A service calls this before it listens: connections and processes that it starts for others then
+    have their rights, not its own. Raises what `find_login` raises.
     """
     try:
         return find_login(DEFAULT_USER, None)
@@ -123,12 +123,12 @@ def take_login() -> Login:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the secrets of the person who starts something in it."""
+    """Return the environment without the secrets of the person who starts a process in it."""
     return {name: value for name, value in environment.items() if name not in OF_PERSONS}
 
 
 def _of_key(key: str) -> Login:
-    key = key.strip()  # a file's line end, which secrets and editors add
+    key = key.strip()  # the line end that secret files and editors add
     process = keys.read_job_key(key)
     if process is not None:
         return Login(

@@ -1,19 +1,19 @@
 """Private parts of nats-py that we use, each with its reason; no other module uses any.
 
-An upstream change would remove it:
+These upstream changes would remove them:
 
-- `CarefulClient`, method by method: a client that closes the socket of a refused attempt, that can
-  retry when it is refused after a reconnect, that drops half a message with its
-  connection, that takes a PONG whose flush has given up, that refuses a `tls://` server which
-  does not encrypt, and that reads on whatever subject and headers a message has.
+- `CarefulClient`, method by method: a client that closes the socket of a refused attempt, retries
+  after a refused reconnect, discards a partial message with its connection, accepts a PONG after
+  its flush timed out, refuses a `tls://` server which does not encrypt, and continues reading after
+  any subject or headers.
 - `parser.MSG_RE`, `parser.HMSG_RE`: a parser that separates words as the server does.
 - `server_info`: a public property, as `max_payload` is one.
-- `connect_command`: a client that signs in once more without connecting anew.
+- `connect_command`: a client that logs in again without connecting anew.
 - `reconnection`, `end_connecting`: a `close` that waits for the task which reconnects, and a
   `connect` that can be cancelled at any time.
 - `reply_of`: a public `Request.reply`.
-- `MicroEndpoint`, `subscriptions`: `add_endpoint` that returns the endpoint, with bounds of what
-  may wait, counters for handlers that run in tasks of their own, and a `stop` that does not wait
+- `MicroEndpoint`, `subscriptions`: `add_endpoint` that returns the endpoint, with bounds on pending
+  messages, counters for handlers that run in tasks of their own, and a `stop` that does not wait
   for the server.
 """
 
@@ -44,9 +44,8 @@ _MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
 
 
 class CarefulClient(Client):
-    """nats-py's client, which leaves no socket of a refused attempt behind, sends no secret in
-    clear text to a `tls://` URL, asks again when it is refused after a reconnect, and reads on when
-    a ping is answered late.
+    """nats-py's client, but it leaves no socket of a refused attempt open, sends no secret in clear
+    text to a `tls://` URL, retries after a refused reconnect, and keeps reading after a late PONG.
     """
 
     async def _select_next_server(self) -> None:
@@ -54,9 +53,9 @@ class CarefulClient(Client):
         await super()._select_next_server()
 
     async def _process_err(self, err_msg: str) -> None:
-        """Take a refusal for a loss of the connection: who checks keys may not be back yet.
+        """Treat a refusal as a lost connection: the auth service may not be back yet.
 
-        One that lasts is ended by `ErrorCallbacks`.
+        `ErrorCallbacks` ends a refusal that lasts.
         """
         if "authorization violation" not in err_msg.lower():
             await super()._process_err(err_msg)
@@ -66,23 +65,23 @@ class CarefulClient(Client):
         await self._process_op_err(error)
 
     async def _process_connect_init(self) -> None:
-        """Begin to read anew: of the connection before, half a message may have come since."""
+        """Reset the parser: it may hold half a message of the previous connection."""
         self._ps.reset()
         await super()._process_connect_init()
 
     async def _process_pong(self) -> None:
-        """Take the answer to a ping, also to one whose flush has run out of time."""
+        """Accept the answer to a ping, also after its flush has timed out."""
         pongs = cast("list[asyncio.Future[Any]]", cast("Any", self)._pongs)
         if pongs and pongs[0].done():
             pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     async def _flusher(self) -> None:
-        with contextlib.suppress(TypeError):  # as in `close`; who reads notices the loss
+        with contextlib.suppress(TypeError):  # as in `close`; the reader notices the loss
             await super()._flusher()
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
-        """Read headers; some that anybody may send would end the reading, and with it a service."""
+        """Read headers; malformed ones would end the reading, and with it a service."""
         try:
             return await cast("Any", super())._process_headers(headers)
         except (IndexError, ValueError):
@@ -96,7 +95,7 @@ class CarefulClient(Client):
         data: bytes,
         headers: dict[str, str] | None,
     ) -> Msg:
-        """Make a message, also of subjects that are not UTF-8."""
+        """Make a message, also for subjects that are not UTF-8."""
         return super()._build_message(sid, _utf_8(subject), _utf_8(reply), data, headers)
 
     async def close(self) -> None:
@@ -106,7 +105,7 @@ class CarefulClient(Client):
         except (ConnectionError, RuntimeError, TypeError, asyncio.CancelledError) as error:
             if ends_this_task(error):
                 raise
-            # the server was first: nothing is left to be sent, and nats-py has cancelled what its
+            # the server closed first: nothing is left to send, and nats-py has cancelled what its
             # own flush waited for; close the rest. For lines written to a lost connection uvloop
             # raises RuntimeError, and asyncio of Python 3.12 and 3.13 TypeError (CPython 136234)
             self._pending, self._pending_data_size = [], 0
@@ -115,7 +114,7 @@ class CarefulClient(Client):
         self._drop_socket()
 
     def _drop_socket(self) -> None:
-        """Close the connection, and under TLS the socket below, which nats-py leaves open."""
+        """Close the connection, and under TLS the underlying socket, which nats-py leaves open."""
         if self._transport is None:
             return
         self._transport.close()
@@ -136,14 +135,14 @@ def _utf_8(text: bytes) -> bytes:
 
 
 def server_info(client: Client) -> Mapping[str, Any]:
-    """Return the server's INFO: whether it is one of a cluster, how clients log in."""
+    """Return the server's INFO, such as its cluster and the required login."""
     return cast("Any", client)._server_info
 
 
 def connect_command(client: Client, info: Mapping[str, Any]) -> bytes:
-    """Return a log-in with the client's credentials, for a server's `info`.
+    """Return a login with the client's credentials, for a server's `info`.
 
-    The signature is of a number that the server draws for each connection.
+    It signs a number that the server draws for each connection.
     """
     other = copy.copy(cast("Any", client))
     other._server_info = info
@@ -151,19 +150,19 @@ def connect_command(client: Client, info: Mapping[str, Any]) -> bytes:
 
 
 def reconnection(client: Client) -> "asyncio.Task[None] | None":
-    """Return the task that reconnects, which `close` leaves to end by itself."""
+    """Return the reconnecting task, which `close` does not wait for."""
     return cast("Any", client)._reconnection_task
 
 
 async def end_connecting(task: "asyncio.Task[None] | None") -> None:
-    """Cancel a task that connects until it ends: nats-py may lose a cancellation meanwhile."""
+    """Cancel a connecting task until it ends: nats-py may lose a cancellation."""
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_S)
 
 
 def reply_of(request: Request) -> str:
-    """Return where a reply goes: `respond` would echo headers to whatever stands there."""
+    """Return the reply subject; `respond` would also send the request's headers back."""
     return cast("Any", request)._msg.reply
 
 
@@ -171,23 +170,23 @@ class MicroEndpoint:
     """An endpoint of a micro service, whose handlers run in tasks of their own."""
 
     def __init__(self, service: Service) -> None:
-        """Take the one that was added last, which `add_endpoint` does not return."""
+        """Take the endpoint added last, since `add_endpoint` does not return it."""
         self._micro = cast("Any", service)._endpoints[-1]
 
     @property
     def subscription(self) -> Subscription:
-        """What brings its requests."""
+        """The subscription for its requests."""
         return self._micro._subscription
 
     def count(self, duration_ns: int, error: str = "") -> None:
-        """Count what nats-py cannot see, for `nats micro stats`."""
+        """Add to the counters of `nats micro stats` for handlers that nats-py cannot observe."""
         self._micro._processing_time += duration_ns
         if error:
             self._micro._num_errors += 1
             self._micro._last_error = error
 
     def bound_pending(self) -> None:
-        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
+        """Bound the pending requests: those behind a flood would wait too long."""
         subscription = self._micro._subscription
         subscription._pending_bytes_limit = _MAX_PENDING_BYTES
         subscription._pending_msgs_limit = subscription._pending_queue._maxsize = _MAX_PENDING
@@ -200,18 +199,18 @@ def subscriptions(service: Service) -> list[Subscription]:
     return [*own, *micro._subscriptions.values()]
 
 
-# Headers of messages: their names, the statuses that a server sends in them, and their form.
+# Headers of messages: their names, the server's statuses in them, and their format.
 
 EXPECTED_SEQ = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_STREAM_SEQ = "Nats-Expected-Last-Sequence"
 MESSAGE_ID = "Nats-Msg-Id"
-"""Of two messages with one id a stream keeps the first, for some minutes."""
+"""A stream stores only the first of two messages with the same id, for some minutes."""
 OPERATION = "KV-Operation"
 TTL = "Nats-TTL"
 WRITE_ID = "Tmq-Write"
-"""A random id, by which a writer whose answer was lost recognises its own write."""
+"""A random id by which a writer recognises its own write after a lost answer."""
 NO_STREAM = "Tmq-No-Stream"
-"""By which the store proxy says that a stream is not there."""
+"""Header by which the store proxy reports a missing stream."""
 ERROR_CODE, ERROR_TEXT = "Nats-Service-Error-Code", "Nats-Service-Error"
 RETRY_AFTER = "Retry-After"
 STATUS, DESCRIPTION = "Status", "Description"
@@ -221,22 +220,22 @@ NO_RESPONDERS, END_OF_BATCH, NOT_FOUND, FORBIDDEN = "503", "204", "404", "403"
 
 
 def header(message: Msg, name: str) -> str:
-    """Return a header of a message, empty if it has none of that name."""
+    """Return a header of a message, empty if it is absent."""
     return (message.headers or {}).get(name, "")
 
 
 def status_of(message: Msg) -> str:
     """Return the status set by the server, empty for another sender's message.
 
-    Whoever stores a message may give it a header `Status`: out of a stream it comes with its
-    sequence there, or with what acknowledges it.
+    Senders may also set a header `Status` on a stored message; but then the message arrives with
+    its sequence header, or with an acknowledgement subject.
     """
     is_stored = bool(header(message, SEQUENCE)) or message.reply.startswith(_ACK)
     return "" if message.data or is_stored else header(message, STATUS)
 
 
 def parse_headers(block: bytes) -> tuple[str, dict[str, str]]:
-    """Return the status, or empty, and the headers of a message as they stand on the wire."""
+    """Return the status, or empty, and the headers of a message in wire format."""
     first, *lines = block.decode(errors="replace").split("\r\n")
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     status = first.removeprefix("NATS/1.0").strip().split(" ", 1)[0]

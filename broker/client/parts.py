@@ -1,9 +1,9 @@
-"""Requests that are answered in several messages: a text as it is generated, a long episode.
+"""Requests with answers in several messages, such as generated text or a long episode.
 
-The service sends numbered parts to the caller's inbox until the last one, and an empty part
-while it has no content for some time: for a caller that gets nothing at all the
-service has died. A caller that goes away early says so, and the service stops working for it. Of
-one that has died the server says that nobody listens to its parts any more.
+The service sends numbered parts to the caller's inbox until the last one, and empty parts while it
+has no content: a caller that receives nothing for a while assumes that the service has died. A
+caller that leaves early sends `cancel`, and the service stops. If a caller has died, the server
+reports that the inbox has no subscriber.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from .nats_internals import NO_RESPONDERS, reply_of, status_of
 from .replies import Listening
 from .rpc import RequestContext, Service, allowed_reply
 
-# Where the answers to a request come that has more than one: in order, for one who waits.
+# Inboxes for answers in several messages, received in order by one caller.
 #
 # A loss of the connection and a denied request end the wait at once, not at its timeout.
 
@@ -48,7 +48,7 @@ class SharedInbox:
         self._subscribing = asyncio.Lock()
 
     async def new_subject(self, take: Callable[[Msg], None]) -> str:
-        """Return a subject whose messages `take` gets until it is forgotten."""
+        """Return a subject whose messages go to `take` until `forget`."""
         if self._listening is None:
             async with self._subscribing:
                 if self._listening is None:
@@ -58,7 +58,7 @@ class SharedInbox:
         return subject
 
     def forget(self, subject: str) -> None:
-        """Drop what else comes there."""
+        """Drop further messages on a subject."""
         self._takers.pop(subject, None)
 
     async def close(self) -> None:
@@ -73,14 +73,14 @@ class SharedInbox:
 
 
 class Room(Protocol):
-    """Memory for parts that arrived and were not read yet."""
+    """Memory for received parts that are not read yet."""
 
     def hold(self, num_bytes: int) -> None:
-        """Reserve so many bytes; raises a TinkermqError without room for them."""
+        """Reserve so many bytes; raises a TinkermqError if they are not available."""
         ...
 
     def release(self, num_bytes: int) -> None:
-        """Give them back."""
+        """Release reserved bytes."""
         ...
 
 
@@ -97,8 +97,8 @@ class Inbox:
     ) -> None:
         """Prepare; the first request subscribes, or takes a subject of the `shared` subscription.
 
-        Without `ends_with_connection` answers may go on coming after a reconnect. What finds no
-        place in the `room` takes that of all that waits: only the error is left.
+        Without `ends_with_connection` answers continue after a reconnect. If a message does not fit
+        into the `room`, all unread messages are dropped and the error remains.
         """
         self._broker = broker
         self._shared = shared
@@ -115,7 +115,7 @@ class Inbox:
             self._removals.append(broker.on_disconnect(self._note_disconnect))
 
     async def new_subject(self) -> str:
-        """Return a subject whose messages come here, of one request."""
+        """Return a subject for the answers to one request."""
         if self._shared is not None:
             subject = await self._shared.new_subject(self._receive)
             self._subjects.append(subject)
@@ -126,10 +126,10 @@ class Inbox:
         return f"{self._prefix}.{self._number}"
 
     async def only_subject(self) -> str:
-        """Return the one subject whose messages come here, subscribed to by its own name.
+        """Return the only subject of this inbox, subscribed to without a wildcard.
 
-        A server that looks whether anybody listens there finds no wildcard, and would wait for one
-        who does.
+        A server that checks whether the subject has subscribers does not count wildcards, and would
+        wait for one.
         """
         self._listening = await self._broker.listen(self._prefix, self._receive)
         return self._prefix
@@ -142,7 +142,7 @@ class Inbox:
         return reply
 
     async def next(self, timeout_s: float) -> Msg:
-        """Return the next message, of whichever request.
+        """Return the next message of any request.
 
         Raises ConnectionLost, DeniedError, TimeoutError, and what the room raised.
         """
@@ -157,7 +157,7 @@ class Inbox:
         return arrived
 
     def drain(self) -> list[Msg]:
-        """Return the messages that are here already, without waiting."""
+        """Return the messages that have arrived, without waiting."""
         messages: list[Msg] = []
         while not self._arrived.empty():
             arrived = self._arrived.get_nowait()
@@ -217,9 +217,9 @@ UserPartsHandler: TypeAlias = Callable[[Q, Tell[P], str], Awaitable[P]]
 ALIVE_S = 1.0
 """The longest time without a part."""
 SILENCE_S = 10.0
-"""After this time without a part the service is taken for dead."""
+"""A service that sends no part for so long is considered dead."""
 MAX_LISTENED = 256
-"""Concurrent requests of one subject that is not shared by users."""
+"""Concurrent requests on one subject that is not shared by users."""
 MAX_OF_USER = 256
 """Concurrent requests of one user at a service that distinguishes users."""
 _AGAIN = "ask again; another server answers if there is one"
@@ -227,18 +227,18 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class PartsService:
-    """Endpoints of a service whose answers come in parts, and the requests that run there."""
+    """Endpoints of a service with answers in parts, and their running requests."""
 
     def __init__(self, broker: Broker, service: Service, *, alive_s: float = ALIVE_S) -> None:
-        """Add endpoints to `service`; a sign of life is sent after `alive_s` without a part."""
+        """Add endpoints to `service`; an empty part is sent after `alive_s` without a part."""
         self._broker = broker
         self._service = service
         self._alive_s = alive_s
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """By the user who asked, where that is known, and the request's name."""
+        """Running requests by user (empty if unknown) and request name."""
         self._of_users: Counter[str] = Counter()
         self._unheard = SharedInbox(broker)
-        """Where the server says that nobody listens to an answer."""
+        """Inbox where the server reports that an answer's inbox has no subscriber."""
 
     @property
     def num_running(self) -> int:
@@ -255,8 +255,8 @@ class PartsService:
     ) -> None:
         """Answer requests on `subject`; services on the same subject share them.
 
-        `handler(request, tell)` sends parts of the answer by `tell` and returns the last one. A
-        request names itself in its field `request`, by which `cancel` finds it.
+        `handler(request, tell)` sends parts of the answer by `tell` and returns the last one. The
+        request's field `request` is its name for `cancel`.
         """
 
         async def answer(request: Request) -> None:
@@ -279,8 +279,9 @@ class PartsService:
     ) -> None:
         """Answer requests on `rpc.<user>.…` as `endpoint` does, with the user as an argument.
 
-        Names of requests are each user's own. A user with `max_running` at all such endpoints is
-        refused with BusyError; they take none of the places of the service's other requests.
+        Names of requests are unique per user. A user with `max_running` requests at all such
+        endpoints is refused with BusyError; they do not count towards the bound of the service's
+        other requests.
         """
 
         async def run(sender: _Sender[P], user: str, payload: bytes) -> None:
@@ -324,11 +325,11 @@ class PartsService:
     ) -> Listening:
         """Answer requests on `subject` as `endpoint` does, without a queue group.
 
-        Whoever listens there hears each of them and answers it: `blank` is what signs of life and
-        errors are made of, so that they say whose they are. The subject is not listed among the
-        service's own; it may come and go while the service runs. A request beyond `max_running` is
-        refused with BusyError. Neither stopping nor the caller's death ends a request that runs:
-        `cancel` does, or the service's end.
+        Every listener receives each request and answers it: empty parts and errors are copies of
+        `blank`, which identifies the sender. The subject is not listed among the service's own, and
+        may be added and removed while the service runs. A request beyond `max_running` is refused
+        with BusyError. Only `cancel` or the service's end stops a running request, not the caller's
+        death or the end of listening.
         """
         empty = part_model() if blank is None else blank
         running = 0
@@ -358,14 +359,16 @@ class PartsService:
         return listening
 
     def cancel(self, request: str, user: str = "") -> None:
-        """Stop answering a request, of a user at `user_endpoint`; harmless for one not here."""
+        """Stop answering a request, of a user at `user_endpoint`; harmless for an unknown one."""
         task = self._running.get((user, request))
         if task is not None:
             task.cancel()
 
     @asynccontextmanager
     async def _while_heard(self, sender: "_Sender[P]") -> AsyncIterator[None]:
-        """Cancel this task once nobody listens any more: a lost part is missed in any case."""
+        """Cancel this task once the answer's inbox has no subscriber; a lost part is detected
+        anyway.
+        """
         task = cast("asyncio.Task[None]", asyncio.current_task())
 
         def end(_: Msg) -> None:
@@ -428,7 +431,7 @@ class PartsService:
 
 
 class _Sender(Generic[P]):
-    """Numbers the parts of one answer, and says in between that it goes on."""
+    """Numbers the parts of one answer, and sends empty ones in between."""
 
     def __init__(self, broker: Broker, inbox: str, blank: P, alive_s: float) -> None:
         self._broker = broker
@@ -438,12 +441,12 @@ class _Sender(Generic[P]):
         self._index = 0
         self._order = asyncio.Lock()
         self.unheard = ""
-        """Where the server says that nobody listens; empty: nowhere."""
+        """Subject where the server reports that the inbox has no subscriber; empty: none."""
 
     async def send(self, part: P) -> None:
         async with self._order:
             payload = part.to_bytes(index=self._index)
-            # one that is too large is not sent, and the error in its place has its number
+            # a part that is too large is not sent, and the error instead of it has its number
             self._broker.check_size(len(payload), what="a part of an answer")
             self._index += 1
             await self._broker.publish(self._inbox, payload, reply=self.unheard)
@@ -477,19 +480,19 @@ async def ask_parts(
     shared: SharedInbox | None = None,
     room: Room | None = None,
 ) -> AsyncGenerator[P, None]:
-    """Send a request and yield the parts of its answer that say something, the last one included.
+    """Send a request and yield the non-empty parts of its answer, and the last one.
 
-    Close the generator (`aclosing`) to go away early: then the `cancel` message is sent. Where
-    several may answer the same request, each numbers its own parts: `rank` distinguishes them, and
-    only those of the highest that was heard are taken, and none below `least_rank`; of the others,
-    errors and ends are passed over as well. Who asks often hands in an inbox that is `shared`.
-    Parts that wait for a slow reader take up `room`.
+    Close the generator (`aclosing`) to stop early: then the `cancel` message is sent. If several
+    services may answer the same request, each numbers its own parts, and `rank` distinguishes the
+    senders: only parts of the highest rank so far, and at least `least_rank`, are yielded; errors
+    and ends of others are ignored, too. Pass a `shared` inbox for many requests. Unread parts
+    occupy `room`.
 
     Raises the error that the service raised, NobodyAnswersError if no service listens,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost, and what
-    the room raises where there is none left.
+    the room raises when it is full.
     """
-    # no end with the connection: the parts' numbers show if one was lost
+    # do not end with the connection: the numbers of parts show a lost one
     inbox = Inbox(broker, ends_with_connection=False, shared=shared, room=room)
     ended = False
     try:
@@ -518,7 +521,7 @@ async def ask_parts(
 
 
 class _Order(Generic[P]):
-    """The order of an answer's parts, and whose parts count if several answer."""
+    """Checks the order of an answer's parts, and selects the sender if several answer."""
 
     def __init__(self, rank: Callable[[P], int] | None, least: int, waiting_for: str) -> None:
         self.last_part_at = time.monotonic()
@@ -528,7 +531,7 @@ class _Order(Generic[P]):
         self._index = 0
 
     def next_part(self, part: P) -> P | None:
-        """Return the next part; None for one of a sender that does not count."""
+        """Return the next part; None for a sender of lower rank."""
         rank = 0 if self._rank is None else self._rank(part)
         if rank < self._top:
             return None

@@ -1,7 +1,7 @@
-"""The replies that a connection waits for: one inbox, one future for each request in flight.
+"""Pending replies of a connection: one inbox, and one future for each request.
 
-nats-py has the same inside, but there a request in flight when the connection breaks waits for its
-timeout, and one to a denied subject as well. Here both end at once.
+nats-py has the same, but there a request waits for its timeout when the connection breaks or its
+subject is denied. Here both end it at once.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class _Waiting(NamedTuple):
 
 
 class Replies:
-    """Hands each reply to the request that waits for it."""
+    """Passes each reply to the request that waits for it."""
 
     def __init__(self, inbox: str) -> None:
         """`inbox` is the prefix of all reply subjects; the owner subscribes to `inbox.*`."""
@@ -42,9 +42,9 @@ class Replies:
         self._waiting: dict[str, _Waiting] = {}
 
     def expect(self, subject: str, timeout_s: float) -> tuple[str, asyncio.Future[Msg]]:
-        """Return a fresh reply subject for a request on `subject`, and the future of its reply.
+        """Return a new reply subject for a request on `subject`, and the future of its reply.
 
-        The future fails with TimeoutError when nothing comes. Call `forget` in any case.
+        The future fails with TimeoutError if there is no reply. Call `forget` in any case.
         """
         loop = asyncio.get_running_loop()
         reply = f"{self._inbox}.{next(self._numbers)}"
@@ -59,15 +59,15 @@ class Replies:
         return len(self._waiting)
 
     def forget(self, reply: str) -> None:
-        """Wait no longer."""
+        """Stop waiting for a reply."""
         waiting = self._waiting.pop(reply, None)
         if waiting is not None:
             waiting.timer.cancel()
             if not waiting.future.cancel() and not waiting.future.cancelled():
-                waiting.future.exception()  # retrieved: no one awaits it any more
+                waiting.future.exception()  # retrieved: no task awaits it any more
 
     def deliver(self, message: Msg) -> None:
-        """Hand over a reply; drop one that is no longer awaited."""
+        """Deliver a reply; drop it if it is no longer awaited."""
         waiting = self._waiting.get(message.subject)
         if waiting is None or waiting.future.done():
             return
@@ -78,13 +78,13 @@ class Replies:
             waiting.future.set_result(message)
 
     def fail(self, error: Callable[[str], BrokerError]) -> None:
-        """End all requests with an error made from their subjects."""
+        """Fail all requests with an error made from their subjects."""
         for waiting in self._waiting.values():
             if not waiting.future.done():
                 waiting.future.set_exception(error(waiting.subject))
 
     def deny(self, denied: str, error: BrokerError) -> None:
-        """End the requests on a subject that the user has no right to (in lower case)."""
+        """Fail the requests on a denied subject (in lower case)."""
         for waiting in self._waiting.values():
             if waiting.subject.lower() == denied and not waiting.future.done():
                 waiting.future.set_exception(error)
@@ -96,7 +96,7 @@ def _expire(future: asyncio.Future[Msg]) -> None:
 
 
 def checked(answer: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON answer of JetStream; raises Refused, with `what` it refuses."""
+    """Return JetStream's JSON answer; raises Refused, with `what` it refuses."""
     fields = cast("dict[str, Any]", json.loads(answer))
     if "error" in fields:
         raise Refused(fields["error"], what)
@@ -104,7 +104,7 @@ def checked(answer: bytes, what: str) -> dict[str, Any]:
 
 
 def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
-    """Return payload and headers of the answer of a service that has failed."""
+    """Return payload and headers of an error reply."""
     line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
     body = ErrorReply.of(code, message, hint).to_bytes()
     headers = {nats_internals.ERROR_CODE: code, nats_internals.ERROR_TEXT: line or code}
@@ -114,22 +114,22 @@ def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, st
 
 
 def error_of(reply: Msg) -> TinkermqError:
-    """Return the error in such an answer, as the same class."""
+    """Return the error in an error reply, as the same class."""
     try:
         error = ErrorReply.from_bytes(reply.data)
-    except ValueError:  # a service of other make: only the headers are common
+    except ValueError:  # a service of another program: only the headers are common
         names = (nats_internals.ERROR_CODE, nats_internals.ERROR_TEXT)
         text = " ".join(nats_internals.header(reply, name) for name in names)
         return BrokerError(f"the request was refused: {text}".strip())
     return error.to_error()
 
 
-# What a connection hands out to those who listen: subscriptions, and places among callbacks.
+# Subscriptions and callbacks of a connection.
 
 F = TypeVar("F", bound=Callable[..., None])
 _YIELD_EVERY = 64
 _BEHIND, _BEHIND_BYTES = 4096, 16 << 20
-"""With the most that one read of the socket brings, less than any bound: nothing is dropped."""
+"""With the most that one read of the socket adds, below all bounds: nothing is dropped."""
 
 
 class Listening:
@@ -141,7 +141,7 @@ class Listening:
         self._subscription = subscription
 
     async def stop(self) -> None:
-        """Unsubscribe; harmless on a connection that is closed."""
+        """Unsubscribe; harmless on a closed connection."""
         if not self._client.is_closed:
             with contextlib.suppress(nats.errors.BadSubscriptionError):  # stopped already
                 await self._subscription.unsubscribe()
@@ -150,9 +150,9 @@ class Listening:
 async def listen(
     client: Client, subject: str, take: Callable[[Msg], None], *, queue: str = ""
 ) -> Listening:
-    """Call `take` with each message on `subject`, and let other tasks run now and then.
+    """Call `take` with each message on `subject`, and let other tasks run at intervals.
 
-    nats-py itself goes on for as long as messages wait, however many there are.
+    nats-py itself does not pause while messages are pending.
     """
     subscription: Subscription | None = None
     num_messages = itertools.count(1)
@@ -168,21 +168,21 @@ async def listen(
 
 
 def is_behind(subscription: Subscription | None) -> bool:
-    """Return whether nats-py would drop messages if it read on before handling those that wait."""
+    """Return whether nats-py would drop messages if it read more before handling pending ones."""
     return subscription is not None and (
         subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES
     )
 
 
 class Callbacks(Generic[F]):
-    """Functions to call when something happens; one may add or remove others."""
+    """Functions that are called on an event; they may be added and removed at any time."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start empty."""
         self._callbacks: list[F] = []
 
     def add(self, callback: F) -> Callable[[], None]:
-        """Add a function; return what removes it, harmless when it is gone."""
+        """Add a function; return a function that removes it, harmless when repeated."""
         self._callbacks.append(callback)
 
         def remove() -> None:
@@ -192,5 +192,5 @@ class Callbacks(Generic[F]):
         return remove
 
     def __iter__(self) -> Iterator[F]:
-        """Yield those that are there now."""
+        """Yield the present functions."""
         return iter(list(self._callbacks))

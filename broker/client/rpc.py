@@ -1,11 +1,11 @@
 """Requests and replies: typed services over NATS micro, and typed calls.
 
 A service is listed and counted by `nats micro ls|info|stats`. Each request runs in a task of its
-own, so that a slow one does not hold up the next and a call that comes back to its caller does not
-deadlock; their number is bounded, at the pool's own services for each user. Whatever a payload
-holds, the answer is a reply or an error reply, and the service goes on: an error of ours travels as
-code, message and hint, anything unexpected is logged here and travels as `internal` without its
-details. The sender is that of the subject, which the broker enforces, never of the payload.
+own, so that a slow one does not delay the next and a call back to the caller does not deadlock.
+Running requests are bounded, at the pool's own services per user. For any payload the answer is a
+reply or an error reply, and the service continues: our errors travel as code, message and hint; an
+unexpected exception is logged here and travels as `internal` without its details. The subject
+identifies the sender, as the broker enforces, never the payload.
 """
 
 import asyncio
@@ -50,13 +50,14 @@ R = TypeVar("R", bound=Message)
 
 MAX_RUNNING = 1024
 MAX_OF_USER = 512
-"""Requests of one user that run at once at a service of many users, such as those that wait."""
+"""Concurrent requests of one user, including waiting ones, at a service of many users."""
 RUNNING_BYTES = 256 << 20
-"""Of the requests that run at once, and at a service of many users of those of one; one by itself
-always fits."""
+"""Bound on the bytes of concurrent requests, per user at a service of many users; a single request
+always fits.
+"""
 INBOXES = "_INBOX"
 VERSION = "0.1.0"
-"""Version of the package, as a constant: reading its metadata takes a tenth of an actor's start."""
+"""The package's version, as a constant: reading its metadata takes a tenth of an actor's start."""
 _OF_MANY_USERS = f"{PREFIX}.rpc.*."
 _DRAIN_S = 5.0
 _BUSY_S = 50.0
@@ -75,17 +76,17 @@ class RequestContext:
 
     @property
     def user(self) -> str:
-        """The user on whose behalf it was sent."""
+        """The user on whose behalf the request was sent."""
         return user_of_rpc(self.subject)
 
     @property
     def caller(self) -> str:
-        """The user that sent it: if not `user`, an admin that acts for the user."""
+        """The user that sent it: `user`, or an admin that acts for the user."""
         return caller_of_rpc(self.subject)
 
     @property
     def who(self) -> str:
-        """The sender, as events name it."""
+        """The sender's name in events."""
         return f"user {self.caller}" + (f" for {self.user}" if self.caller != self.user else "")
 
 
@@ -94,16 +95,16 @@ Handler = Callable[..., Awaitable[Message]]
 
 
 RawHandler = Callable[[Request], Coroutine[Any, Any, None]]
-"""Receives a raw request, and sends the replies itself."""
+"""Receives a raw request and sends the replies itself."""
 
 
 class Service:
-    """A micro service with typed endpoints; make one with `Service.start`."""
+    """A micro service with typed endpoints; create it with `Service.start`."""
 
     def __init__(
         self, broker: Broker, micro: MicroService, running_bytes: int = RUNNING_BYTES
     ) -> None:
-        """Wrap a service that has been started."""
+        """Wrap a started service."""
         self._broker = broker
         self._micro = micro
         self._running: set[asyncio.Task[None]] = set()
@@ -113,7 +114,7 @@ class Service:
         self._of_users: Counter[str] = Counter()
         self._bytes_of_users: Counter[str] = Counter()
         self.share = FairQueue()
-        """Requests of users, at the endpoints where they take turns."""
+        """Requests of users, at the endpoints where users take turns."""
 
     @classmethod
     async def start(
@@ -128,7 +129,7 @@ class Service:
     ) -> "Service":
         """Register a service; `nats micro ls` shows `name` and `description`.
 
-        A guest's is not listed: it may neither receive nor answer requests for the list.
+        A guest's service is not listed, as a guest may not receive or answer such requests.
         """
         config = ServiceConfig(
             name=name, version=version, description=description, metadata=dict(metadata or {})
@@ -151,9 +152,9 @@ class Service:
         """Answer requests on `subject` with `handler`.
 
         Endpoints on the same subject and `queue` share its requests, also across processes. With
-        `fair` the users that `rpc.<user>.…` names take turns, and a user with too many is refused.
-        Without it a user with `MAX_OF_USER` or `RUNNING_BYTES` at such endpoints is refused; they
-        take no places of others.
+        `fair` the users in `rpc.<user>.…` take turns, and a user with too many requests is refused.
+        Otherwise a user with `MAX_OF_USER` or `RUNNING_BYTES` at such endpoints is refused; these
+        requests do not count towards the bounds of others.
         """
         share = self.share if fair else None
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
@@ -226,7 +227,7 @@ class Service:
         await flush(self._broker, waiting_for=f"the server to register {subject}")
 
     def run(self, answer: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run the answer to a request, which `stop` waits for; the caller bounds how many."""
+        """Run the handling of a request, which `stop` waits for; the caller bounds their number."""
         task = asyncio.create_task(answer, name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -269,22 +270,22 @@ class _Endpoint:
         self._request_model = request_model
         self._handler = handler
         self.micro: asyncio.Future[MicroEndpoint] = asyncio.get_running_loop().create_future()
-        """nats-py's endpoint; the first requests may come before it is known."""
+        """nats-py's endpoint; the first requests may arrive before it is set."""
 
     async def take_turn(self, request: Request) -> None:
-        """Answer when it is the user's turn; refuse at once if the user has too many requests."""
+        """Answer in the user's turn; refuse at once if the user has too many requests."""
         assert self._share is not None
         if not self._is_behind:
             await self._share.give_way()
         user, num_bytes = caller_of_rpc(request.subject), len(request.data)
-        if num_bytes > self._request_model.max_bytes:  # which would wait in memory
+        if num_bytes > self._request_model.max_bytes:  # it would occupy memory while waiting
             self._share.num_refused += 1
             await self._refuse(request, too_large(num_bytes, self._request_model.max_bytes))
         elif not self._share.submit(user, lambda: self.answer(request), num_bytes):
             await self.refuse_busy(request, user)
 
     async def refuse_busy(self, request: Request, user: str) -> None:
-        """Refuse a user with too many requests; a flood is not answered by another."""
+        """Refuse a user with too many requests; the number of refusals per second is bounded."""
         if self._busy.take(user, time.monotonic()) is not None:
             error = errors.BusyError(
                 f"user {user!r} has too many requests under way",
@@ -299,11 +300,11 @@ class _Endpoint:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether so many requests of all users wait that further ones would be dropped."""
+        """Whether so many requests of all users are pending that further ones would be dropped."""
         return self.micro.done() and is_behind(self.micro.result().subscription)
 
     async def answer(self, request: Request) -> None:
-        """Handle one request; errors that it causes are answered or logged, never raised."""
+        """Handle one request; its errors are answered or logged, never raised."""
         started = time.perf_counter_ns()
         payload, headers = await self._reply_to(request)
         await self._count(time.perf_counter_ns() - started, headers)
@@ -346,8 +347,8 @@ class _Endpoint:
 
 
 def allowed_reply(subject: str, reply: str) -> str:
-    """Return the subject for the reply to a request; empty: no reply."""
-    if reply and not reply.startswith(INBOXES):  # we may publish where the caller may not
+    """Return the reply subject of a request; empty: no reply."""
+    if reply and not reply.startswith(INBOXES):  # a service may publish where the caller may not
         _log.warning("reply_refused", subject=subject, reply=reply)
         return ""
     return reply
@@ -377,8 +378,8 @@ async def call(
 ) -> R:
     """Send a request and return its reply.
 
-    `waiting_for` names whom this waits for, for the message of DeadlineError. With `idempotent`
-    the request is sent again when the connection broke under it.
+    `waiting_for` names the service in DeadlineError's message. With `idempotent` the request is
+    repeated if the connection breaks.
 
     Raises the error that the service raised, DeadlineError, NobodyAnswersError, ConnectionLost,
     MessageError for a request that is too large or a malformed reply.
@@ -423,7 +424,7 @@ async def _send(
                 raise
         except NoResponders:
             if broker.settled:
-                raise  # otherwise the service may be reconnecting, too
+                raise  # otherwise the service may also be reconnecting
         if broker.clock() + RETRY_PAUSE_S > deadline:
             raise TimeoutError
         await asyncio.sleep(RETRY_PAUSE_S)

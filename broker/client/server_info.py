@@ -1,4 +1,4 @@
-"""The INFO with which a NATS server greets each connection, read without logging in."""
+"""The INFO that a NATS server sends on each connection, read without logging in."""
 
 import asyncio
 import contextlib

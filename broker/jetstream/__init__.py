@@ -1,1 +1,1 @@
-"""The plain parts of JetStream: streams, buckets, objects, and reading them in order."""
+"""JetStream: streams, buckets, objects, and ordered readers."""

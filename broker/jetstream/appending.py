@@ -1,4 +1,4 @@
-"""Appends that the server takes only where its stream is as the writer believes."""
+"""Appends that the server accepts only if the stream is in the state that the writer expects."""
 
 import asyncio
 import uuid
@@ -16,7 +16,7 @@ _FULL_PAUSE_S = 0.2
 
 
 class Overtaken(ConflictError):
-    """Somebody else has written to the subject; `last` is the sequence there, None for nothing."""
+    """Another writer has written to the subject; `last` is its last sequence, None for none."""
 
     def __init__(self, message: str, *, hint: str = "", last: int | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -34,7 +34,7 @@ async def append_behind(
     deadline_s: float,
     waiting_for: str,
 ) -> int:
-    """Append what is to follow `seq` on its subject (0: to be the first); return its sequence.
+    """Append a message if its subject's last sequence is `seq` (0: none); return its sequence.
 
     A random id shows whether an earlier attempt was stored and its answer lost. Raises Overtaken,
     BrokerError, DeadlineError, NotFoundError.
@@ -70,10 +70,10 @@ async def append_as_owner(
     deadline_s: float,
     waiting_for: str,
 ) -> int | None:
-    """Append what is to follow `seq` in its whole stream, and be the first on its subject.
+    """Append if the stream's last sequence is `seq` and, with `is_first`, its subject is empty.
 
-    Returns its sequence; None where the subject has a message already. Raises Overtaken when
-    another writer has appended to the stream, BrokerError, DeadlineError, NotFoundError.
+    Returns its sequence; None if the subject has a message already. Raises Overtaken when another
+    writer has appended to the stream, BrokerError, DeadlineError, NotFoundError.
     """
     write_id = uuid.uuid4().hex
     expecting = {EXPECTED_STREAM_SEQ: str(seq), WRITE_ID: write_id}
@@ -113,8 +113,8 @@ async def append_once(
 ) -> bool:
     """Append `what` to its `place`; return False if its subject has a message already.
 
-    Waits while the stream is full, on a patient connection for as long as it is, and says so with
-    `full_hint`. Raises BrokerError when it stays full, also if the last attempt was not answered in
+    Waits while the stream is full (without a bound on a patient connection), and reports so with
+    `full_hint`. Raises BrokerError if it stays full, also if the last attempt was not answered in
     time, DeadlineError, NotFoundError.
     """
     full: Refused | None = None
@@ -156,5 +156,5 @@ async def append_once(
 
 
 def _is_there(error: Refused) -> bool:
-    # one message per subject is refused by the code of a full stream: only the words differ
+    # a second message of a subject is refused with the code of a full stream: only the text differs
     return error.is_overtaken or "per subject" in error.description

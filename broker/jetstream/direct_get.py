@@ -1,7 +1,7 @@
-"""Reads stored messages by sequence, without a consumer: one, a batch, or a stream as it grows.
+"""Reads stored messages by sequence, without a consumer: one, a batch, or a growing stream.
 
-A direct get is answered from the stream itself, in batches, and needs no right to create consumers.
-Used for keys, log entries, the chunks of objects, and by `StreamReader` for live streams.
+A direct get reads from the stream itself, in batches, and needs no right to create consumers. Used
+for keys, log entries, the chunks of objects, and by `StreamReader` for live streams.
 """
 
 import asyncio
@@ -60,9 +60,9 @@ async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage |
 
 
 async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessage | None:
-    """Return the newest message that a stream still has on `subjects` (with wildcards), or None.
+    """Return the newest stored message of a stream on `subjects` (with wildcards), or None.
 
-    A single attempt; in a cluster the stream's leader is asked.
+    A single attempt; in a cluster it reads from the stream's leader.
     """
     api = f"$JS.API.STREAM.MSG.GET.{stream}"
     place = api if broker.replication.reads_leader else broker.direct_get(stream)
@@ -73,9 +73,9 @@ async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessag
 async def get_last_behind(
     broker: Broker, stream: str, subject: str, seq: int
 ) -> StoredMessage | None:
-    """Return the last message on `subject`, known to be behind `seq`.
+    """Return the last message on `subject`, which must be behind `seq`.
 
-    In a cluster it may have been accepted and not yet stored, so this waits a little for it.
+    A cluster may have accepted but not yet stored it, so this waits briefly for it.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + broker.replication.lag_s
@@ -87,13 +87,13 @@ async def get_last_behind(
 
 
 async def get_seq(broker: Broker, stream: str, seq: int) -> StoredMessage | None:
-    """Return the message at `seq`, or None if there is none (any more); a single attempt."""
+    """Return the message at `seq`, or None if it is not there (any more); a single attempt."""
     request = json.dumps({"seq": seq}).encode()
     return stored_message(await broker.request(broker.direct_get(stream), request), stream)
 
 
 def stored_message(reply: Msg, stream: str) -> StoredMessage | None:
-    """Turn the reply to a get, from a replica or the leader, into a message; None for none."""
+    """Convert the reply to a get, from a replica or the leader, to a message; None for none."""
     headers = reply.headers or {}
     if not headers:
         return _of_leader(reply, stream)
@@ -108,7 +108,7 @@ def stored_message(reply: Msg, stream: str) -> StoredMessage | None:
 
 
 def _of_leader(reply: Msg, stream: str) -> StoredMessage | None:
-    """Read the leader's answer: JSON, with the message inside."""
+    """Convert the leader's answer, JSON that contains the message."""
     try:
         message = checked(reply.data, f"a read of {stream}")["message"]
     except Refused as error:
@@ -127,8 +127,8 @@ async def get_all(
 ) -> list[StoredMessage]:
     """Return all messages on `subject` (wildcards allowed) in order, in bounded batches.
 
-    A message that is replaced meanwhile (a key that is written again) may come twice.
-    Each batch is one attempt; raises what `Broker.request` raises.
+    A message that is replaced meanwhile (a rewritten key) may be returned twice. Each batch is a
+    single attempt; raises what `Broker.request` raises.
     """
     stored: list[StoredMessage] = []
     seq = from_seq
@@ -155,7 +155,7 @@ class BatchInbox:
     def __init__(
         self, broker: Broker, max_messages: int = BATCH_MESSAGES, max_bytes: int = BATCH_BYTES
     ) -> None:
-        """Bound the batches."""
+        """Set the bounds of batches."""
         self._broker = broker
         self._bounds = {"batch": max_messages, "max_bytes": max_bytes}
         self._inbox = Inbox(broker)
@@ -166,7 +166,7 @@ class BatchInbox:
         A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
         a user without the permission.
         """
-        self._inbox.drain()  # of an attempt that was given up
+        self._inbox.drain()  # of an abandoned attempt
         request = {"seq": seq, "next_by_subj": subject, **self._bounds}
         place = self._broker.direct_get(stream)
         answers = await self._inbox.ask(place, json.dumps(request).encode())
@@ -190,7 +190,7 @@ class BatchInbox:
         await self._inbox.close()
 
 
-# Batching: what is asked for within one turn of the event loop travels in one message.
+# Batching: requests made within one turn of the event loop are sent in one message.
 
 K = TypeVar("K", bound=Hashable)
 Q = TypeVar("Q")
@@ -241,12 +241,12 @@ class RequestBatcher(Generic[K, Q, R]):
                 future.set_result(answer)
 
 
-# Reading a stream from any sequence on, live, across restarts of the server.
+# Live reading of a stream from any sequence, across restarts of the server.
 #
-# The reader keeps its own position and reads by batched direct gets, one batch ahead. At the end, a
-# plain subscription to the stream's subjects (of a stream with large messages, to what the server
-# republishes without them) says when to read again. So every stored message is yielded once and in
-# order, whatever the subscription lost.
+# The reader keeps its own position and reads by batched direct gets, one batch ahead. At the end,
+# it reads again when a plain subscription to the stream's subjects (or, for large messages, to
+# their republished headers) receives a message. So every stored message is yielded once and in
+# order, even if the subscription loses some.
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 1.0
@@ -257,7 +257,7 @@ _DEADLINE_S = 60.0
 
 
 class StreamReader:
-    """Yields the messages of a stream in order, and then new ones as they are stored."""
+    """Yields the stored messages of a stream in order, and then new ones."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class StreamReader:
     ) -> None:
         """`from_seq` is the first sequence to yield; None starts behind the last one.
 
-        Something on the subject `sign` says that there is more; by default the messages do.
+        A message on subject `sign` announces more; by default any message of the stream does.
         """
         self._broker = broker
         self._stream = stream
@@ -281,19 +281,19 @@ class StreamReader:
         self._sign = asyncio.Event()
         self._listening: list[Listening] = []
         self._num_reads = self._last_whole = 0
-        """Of the reads the number, and which of them was the last one that left nothing."""
+        """The number of reads, and the number of the last read that reached the end."""
         self._was_whole = asyncio.Event()
 
     @property
     def next_seq(self) -> int:
-        """The sequence behind the last one that was read; of a reader that was started."""
+        """The sequence behind the last one read; the reader must be started."""
         assert self._next_seq is not None, "the reader was not started"
         return self._next_seq
 
     async def start(self) -> None:
-        """Fix the position now, so that what is stored from here on is not missed.
+        """Fix the position now, so that later messages are not missed.
 
-        Raises NotFoundError when the stream is not there, DeadlineError.
+        Raises NotFoundError when the stream does not exist, DeadlineError.
         """
         if not self._listening:
             self._listening = [
@@ -338,7 +338,7 @@ class StreamReader:
             await self._close()
 
     async def catch_up(self) -> None:
-        """Wait until whoever iterates has had all that is stored now."""
+        """Wait until the iterating task has received all messages stored by now."""
         last = self._num_reads
         self._sign.set()
         while self._last_whole <= last:
@@ -357,7 +357,7 @@ class StreamReader:
         )
 
     async def _rest(self, pause_s: float) -> bool:
-        """Wait for a sign, or `pause_s`: the sign may come before the message is stored."""
+        """Wait for a message or `pause_s`, since it may arrive before it is stored."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._sign.wait()

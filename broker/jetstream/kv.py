@@ -1,11 +1,11 @@
 """Typed key-value buckets that change by compare-and-set.
 
-A bucket is a stream in the layout of ADR-8, so that `nats kv` reads and writes it too. Keys may
-have dots; a prefix is a number of whole tokens. A value that cannot be read, or whose own fields
-name another key (`Message.named_at`), is damaged: it is logged and counts for nothing.
+A bucket is a stream in the layout of ADR-8, so that `nats kv` can read and write it. Keys may have
+dots; a prefix is a number of whole tokens. An entry is damaged if it cannot be read or its fields
+name another key (`Message.named_at`): it is logged and ignored.
 
-Everything here survives a restart of the server: reads and idempotent writes are repeated, and a
-compare-and-set whose answer was lost is recognised by reading the key back.
+All operations survive a restart of the server: reads and idempotent writes are repeated, and a
+compare-and-set whose answer was lost is recognised by reading the key.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[M]):
-    """The value of a key, and the revision to update it from."""
+    """The value of a key, and the revision for its next update."""
 
     key: str
     value: M
@@ -53,7 +53,7 @@ class Entry(Generic[M]):
 
 
 class DamagedEntry(MessageError):
-    """A value that is not of its bucket's kind, or names another key than its own."""
+    """A value that is not of its bucket's kind, or names another key."""
 
     def __init__(self, message: str, *, hint: str = "", key: str = "", revision: int = 0) -> None:
         super().__init__(message, hint=hint)
@@ -64,8 +64,8 @@ class DamagedEntry(MessageError):
 class Bucket(Generic[M]):
     """A bucket whose values are messages of one kind.
 
-    `ttl_s` (whole seconds) lets a key vanish unless it is written again; each write sets it anew,
-    and a write without it makes the key stay.
+    `ttl_s` (whole seconds) expires a key unless it is written again; each write sets it anew, and a
+    write without it makes the key permanent.
     """
 
     def __init__(
@@ -82,26 +82,26 @@ class Bucket(Generic[M]):
     async def get(self, key: str) -> Entry[M] | None:
         """Return the entry, or None if there is none.
 
-        Raises DamagedEntry for a value that is not of this bucket's kind, or of another key.
+        Raises DamagedEntry for a value that is not of this bucket's kind, or names another key.
         """
         newest = await self._last(key)
         return None if newest is None or _is_deleted(newest) else self._entry(newest)
 
     async def find(self, key: str) -> Entry[M] | None:
-        """Return the entry, or None if there is none that can be read."""
+        """Return the entry, or None if there is no readable one."""
         try:
             return await self.get(key)
         except DamagedEntry:
             return None
 
     async def put(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
-        """Write whatever was there before; return the revision."""
+        """Write a key, whatever its present value; return the revision."""
         return await self._swap(key, value.to_bytes(), None, _ttl_header(ttl_s))
 
     async def create(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
-        """Write a key that must not be there yet; return the revision.
+        """Write a new key; return the revision.
 
-        Raises ConflictError if it is.
+        Raises ConflictError if it exists.
         """
         payload = value.to_bytes()
         try:
@@ -113,18 +113,18 @@ class Bucket(Generic[M]):
             return await self._swap(key, payload, newest.seq, _ttl_header(ttl_s))
 
     async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
-        """Write a key that must still be at `revision`; return the new revision.
+        """Write a key that is still at `revision`; return the new revision.
 
         Raises ConflictError if another writer was first.
         """
         return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
 
     async def change(self, key: str, change: Callable[[M | None], M]) -> Entry[M]:
-        """Replace a value by `change` of it, again while others write first; return what is there.
+        """Replace a value by `change` of it; repeat this after conflicts; return the stored value.
 
-        `change` is given None where there is no value. Nothing is written when it returns what it
-        was given; what it raises ends this. Raises ConflictError when others are first time and
-        again, DamagedEntry.
+        `change` receives None if there is no value. Nothing is written when it returns its
+        argument; its exceptions are passed on. Raises ConflictError after repeated conflicts,
+        DamagedEntry.
         """
         for _ in range(_MAX_TRIES):
             entry = await self.get(key)
@@ -140,7 +140,7 @@ class Bucket(Generic[M]):
         raise self._conflict(key, f"others wrote it first {_MAX_TRIES} times in a row")
 
     async def delete(self, key: str, *, revision: int | None = None) -> None:
-        """Delete a key; with `revision`, only if it is still there at that revision.
+        """Delete a key; with `revision`, only if it is still at that revision.
 
         Raises ConflictError if another writer was first.
         """
@@ -148,9 +148,9 @@ class Bucket(Generic[M]):
         await self._swap(key, b"", revision, headers)
 
     async def purge(self, key: str) -> None:
-        """Take a key away without a trace; harmless when it is gone.
+        """Remove a key without a trace; harmless when it is gone.
 
-        A deleted key leaves a marker for an hour, for watchers, which lists read too. This leaves
+        A deleted key leaves a marker for an hour, for watchers, and lists read it, too. This leaves
         none: for keys without watchers that are made and deleted by the thousand.
         """
         verb, subject = f"STREAM.PURGE.{self._stream}", self._subject(key)
@@ -159,8 +159,8 @@ class Bucket(Generic[M]):
     async def changes(self, prefix: str, behind: int) -> list[Entry[M]]:
         """Return the entries below the tokens of `prefix` written after revision `behind`.
 
-        Who remembers the last revision reads every change once, however many keys there are. A
-        value that cannot be read is left out, and logged.
+        With the last revision as `behind`, each change is read once, however many keys there are.
+        An unreadable value is skipped and logged.
         """
         messages = await self._all(prefix, behind + 1)
         entries = (self._readable(message) for message in messages)
@@ -173,20 +173,20 @@ class Bucket(Generic[M]):
     async def items(self, prefix: str = "") -> list[Entry[M]]:
         """Return all entries, or those below the tokens of `prefix`, by key.
 
-        What is damaged is left out: one bad key must not hide the rest.
+        Damaged entries are skipped: one bad key must not hide the rest.
         """
         return (await self.read_all(prefix))[0]
 
     async def read_all(self, prefix: str = "") -> tuple[list[Entry[M]], list[DamagedEntry]]:
-        """Return all entries, or those below the tokens of `prefix`, and what is damaged; by key.
+        """Return all entries, or those below the tokens of `prefix`, and damaged ones; by key.
 
-        What is damaged is logged, once for each reason.
+        Damaged entries are logged, once for each reason.
         """
         entries: list[Entry[M]] = []
         damaged: list[DamagedEntry] = []
         for number, message in enumerate(await self._all(prefix)):
             if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)  # a large bucket must not hold up the loop
+                await asyncio.sleep(0)  # a large bucket must not block the event loop
             try:
                 entries.append(self._entry(message))
             except DamagedEntry as error:
@@ -195,10 +195,10 @@ class Bucket(Generic[M]):
         return sorted(entries, key=lambda entry: entry.key), damaged
 
     async def scan(self) -> AsyncIterator[tuple[Entry[M], int]]:
-        """Yield each entry and the bytes of its value, reading a part of the bucket at a time.
+        """Yield each entry and its value's bytes, reading a part of the bucket at a time.
 
-        For a large bucket of which little is kept. What is damaged is left out, and logged; a key
-        that is written meanwhile may come twice.
+        For a large bucket, if the caller keeps little of it. Damaged entries are skipped and
+        logged; a key that is written meanwhile may be yielded twice.
         """
         seq, more = 1, True
         while more:
@@ -237,7 +237,7 @@ class Bucket(Generic[M]):
     async def _swap(
         self, key: str, payload: bytes, revision: int | None, headers: dict[str, str]
     ) -> int:
-        """Write if the key is at `revision` (None: whatever it is at); return the new one."""
+        """Write if the key is at `revision` (None: at any); return the new one."""
         subject, deadline_s = self._subject(key), self._deadline_s
         waiting_for = f"key {key} of bucket {self.name}"
         if revision is None:
@@ -284,7 +284,7 @@ class Bucket(Generic[M]):
 
 
 def _tell_once(bucket: str, key: str, error: str) -> None:
-    """Log what is wrong with an entry, unless that was the last thing logged of it."""
+    """Log what is wrong with an entry, unless that was the last thing logged about it."""
     if _reported.get((bucket, key)) == error:
         return
     if len(_reported) >= _MAX_REPORTED:
@@ -301,14 +301,14 @@ def _ttl_header(ttl_s: int | None) -> dict[str, str]:
     return {} if ttl_s is None else {TTL: f"{ttl_s}s"}
 
 
-# Waiting for keys of a bucket to be written, without a consumer or polling.
+# Wait for writes to keys of a bucket, without a consumer or polling.
 
 
 class KeyChanges:
-    """Hears that a key below a prefix is written, while its block runs.
+    """Receives writes to keys below a prefix during its block.
 
-    A message may be heard a moment before it can be read, and none is heard while the connection is
-    away: so waiters look again after a reconnect, and after a while in any case.
+    A write may be received just before it can be read, and none is received while the connection is
+    down: so waiters read again after a reconnect, and at intervals.
     """
 
     def __init__(self, broker: Broker, bucket: str, prefix: str) -> None:
@@ -335,7 +335,7 @@ class KeyChanges:
             await self._listening.stop()
 
     async def wait(self, longest_s: float) -> None:
-        """Return when something was written since the last call, or after `longest_s`."""
+        """Return when a key was written since the last call, or after `longest_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self._changed.wait()
@@ -345,11 +345,11 @@ class KeyChanges:
         self._changed.set()
 
 
-# A copy of a key-value bucket in memory, kept up to date by the broker.
+# A copy of a key-value bucket in memory, updated from the broker.
 #
-# Every write to the bucket is heard on its subject, without a consumer; what was heard is read
-# again at the next `refresh`, and everything is read again after a reconnect and now and then.
-# What is damaged is passed over as if it had not been written.
+# Every write to the bucket arrives on its subject, without a consumer; written keys are read at the
+# next `refresh`, and all keys after a reconnect and at intervals. Damaged entries are ignored as if
+# they had not been written.
 
 RELIST_S = 600.0
 _READS_AT_ONCE = 64
@@ -359,16 +359,16 @@ class Mirror(Generic[M]):
     """The entries of a bucket as of the last `refresh`."""
 
     def __init__(self, broker: Broker, name: str, model: type[M], *, prefix: str = "") -> None:
-        """Hold nothing yet; `open` starts listening.
+        """Start empty; `open` starts listening.
 
-        `prefix` are the leading tokens of the keys that count. A bucket that is not there is empty,
-        and when it is deleted what was known of it stays.
+        `prefix` is the leading tokens of the keys to copy. A missing bucket counts as empty; if the
+        bucket is deleted later, the copy stays.
         """
         self._prefix = prefix
         self.bucket = Bucket(broker, name, model)
         self.entries: dict[str, Entry[M]] = {}
         self.damaged: dict[str, DamagedEntry] = {}
-        """What counts for nothing, by key; of such a key the entry before it stays known."""
+        """Damaged entries by key; such a key keeps its previous entry."""
         self._broker = broker
         self._stale: set[str] = set()
         self._listed = float("-inf")
@@ -377,7 +377,7 @@ class Mirror(Generic[M]):
         self._reading = asyncio.Lock()
 
     async def open(self, on_change: Callable[[], None]) -> None:
-        """Listen; `on_change` is called whenever a refresh would find something new."""
+        """Listen; `on_change` is called whenever a refresh would read something new."""
         below = f"{self._prefix}." if self._prefix else ""
         bucket = f"$KV.{self.bucket.name}."
 
@@ -400,20 +400,20 @@ class Mirror(Generic[M]):
             await self._listening.stop()
 
     def put(self, entry: Entry[M]) -> Entry[M]:
-        """Enter what was just read or written, if it is the newest; return what is."""
+        """Store an entry just read or written, if it is the newest; return the newest."""
         current = self.entries.get(entry.key)
         if current is None or current.revision < entry.revision:
             self.entries[entry.key] = current = entry
         return current
 
     def drop(self, key: str) -> None:
-        """Forget an entry that was just deleted."""
+        """Remove a deleted entry."""
         self.entries.pop(key, None)
 
     async def refresh(self) -> set[str]:
-        """Read what has changed; return the keys that were read, present or gone.
+        """Read the changes; return the keys read, present or gone.
 
-        Concurrent callers wait for one read, whose result all get.
+        Concurrent callers share one read and its result.
         """
         async with self._reading:
             return await self._refresh()

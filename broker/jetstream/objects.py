@@ -1,11 +1,11 @@
 """Large objects through NATS, in the layout of ADR-20, so that `nats object` lists and reads them.
 
 The stock client waits for each chunk and collects into growing bytes. Here chunks are published in
-a bounded pipeline straight from the caller's buffers, and read by direct batched gets into one
-buffer that the caller made, both in a thread with a connection of its own (`BulkLink`), with the
-digests in other threads: the BLAKE3 that is checked here, and the SHA-256 by which the stock tools
-check. A put that fails in the middle starts again under new chunks, because the
-order of chunks in the stream is their order in the object; a read goes on where it was.
+a bounded pipeline directly from the caller's buffers, and read by batched direct gets into one
+buffer of the caller, both in a thread with its own connection (`BulkLink`). Other threads compute
+the digests: the BLAKE3 that is checked here, and the SHA-256 that the stock tools check. A put that
+fails is restarted with new chunks, because the order of chunks in the stream is their order in the
+object; a read continues at its position.
 """
 
 import asyncio
@@ -79,8 +79,8 @@ class BulkLink:
     def open(self) -> None:
         """Connect, log in, and listen on the inbox.
 
-        Raises ConnectionLost, or BrokerError when the server refuses; that counts as lost where the
-        connection itself would outlast it, for who checks keys may be away.
+        Raises ConnectionLost, or BrokerError when the server refuses; raises ConnectionLost for a
+        refusal that the broker's own connection would retry, since the auth service may be away.
         """
         try:
             self._open()
@@ -97,7 +97,7 @@ class BulkLink:
             if url is None or url.hostname is None:
                 raise ConnectionLost("not connected", hint="try again")
             self._socket = socket.create_connection((url.hostname, url.port or 4222), _TIMEOUT_S)
-            # else each window that is asked for waits some 40 ms for a delayed acknowledgement
+            # else each requested window waits some 40 ms for a delayed acknowledgement
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._closed:
                 self.close()
@@ -113,10 +113,10 @@ class BulkLink:
                 pass
 
     def close(self) -> None:
-        """Close at once, whatever the thread that uses it is doing."""
+        """Close at once, even while a thread uses the connection."""
         self._closed = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # not connected any more
+            with contextlib.suppress(OSError):  # no longer connected
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
@@ -128,7 +128,7 @@ class BulkLink:
             self._send(b"\r\n")
 
     def next(self) -> Incoming:
-        """Wait for the next message; its payload is taken by `read` or `read_into`."""
+        """Wait for the next message; `read` or `read_into` must then read its payload."""
         with _as_lost():
             while True:
                 words = self._line().split(b" ")
@@ -140,23 +140,23 @@ class BulkLink:
                     return Incoming({}, "", int(words[-1]))
 
     def read(self, num_bytes: int) -> bytes:
-        """Take the payload."""
+        """Read the payload."""
         payload = bytearray(num_bytes)
         self.read_into(memoryview(payload))
         return bytes(payload)
 
     def read_into(self, target: memoryview) -> None:
-        """Take the payload into memory of its size."""
+        """Read the payload into memory of its size."""
         with _as_lost():
             here = min(self._end - self._start, len(target))
             target[:here] = self._view[self._start : self._start + here]
             self._start += here
             while here < len(target):
                 here += self._receive_into(target[here:])
-            self._read_bytes(2)  # the line end behind a payload
+            self._read_bytes(2)  # the line end after a payload
 
     def _line(self) -> bytes:
-        """Return the next control line, answering the server's pings on the way."""
+        """Return the next control line; answer the server's pings before it."""
         while True:
             end = self._buffer.find(b"\r\n", self._start, self._end)
             if end < 0:
@@ -178,7 +178,7 @@ class BulkLink:
         return data
 
     def _fill(self) -> None:
-        """Receive more into the buffer, behind what is not taken yet."""
+        """Receive more bytes into the buffer, behind the unread ones."""
         rest = self._end - self._start
         if self._start:
             self._buffer[:rest] = self._buffer[self._start : self._end]
@@ -210,7 +210,7 @@ def _as_lost() -> "_AsLost":
 
 
 class _AsLost:
-    """Turns errors of the socket, timeouts included, into ConnectionLost."""
+    """Converts errors of the socket, timeouts included, to ConnectionLost."""
 
     def __enter__(self) -> None:
         pass
@@ -220,17 +220,16 @@ class _AsLost:
             raise ConnectionLost(f"a bulk connection broke: {error}", hint="try again") from error
 
 
-# Digests: BLAKE3, since SHA-256 takes longer than sending where the processor has no instructions
-# for it.
+# Digests: BLAKE3, since SHA-256 is slower than sending on processors without instructions for it.
 
 
 def new_digest() -> blake3:
-    """Return a BLAKE3 that is updated with one part after the other, large ones on all cores."""
+    """Return a BLAKE3 for incremental updates, which uses all cores for large parts."""
     return blake3(max_threads=blake3.AUTO)
 
 
 def digest_of(views: Sequence[memoryview]) -> str:
-    """Return the BLAKE3 of all bytes in order, hexadecimal."""
+    """Return the BLAKE3 of all bytes in order, in hexadecimal."""
     digest = new_digest()
     for view in views:
         digest.update(view)
@@ -244,29 +243,29 @@ PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
 _DIGEST = "blake3"
-"""Key of an object's entry for its digest."""
+"""Key of the digest in an object's entry."""
 _UNREADABLE = "stored without the SHA-256 by which `nats object get` checks"
 _LAG_PAUSE_S = 0.05
 
 
 class DigestMismatch(BrokerError):
-    """What was read is not what was stored."""
+    """The read bytes differ from the stored object."""
 
 
 class BucketFullError(BrokerError):
-    """An object does not fit into its bucket; nothing of it is left there."""
+    """An object does not fit into its bucket; none of it remains there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the store says of one object."""
+    """The store's description of one object."""
 
     name: str
     nuid: str
     num_bytes: int
     num_chunks: int
     digest: str
-    """BLAKE3, hexadecimal."""
+    """BLAKE3, in hexadecimal."""
 
 
 class ObjectStore:
@@ -282,7 +281,7 @@ class ObjectStore:
     ) -> None:
         """Name a bucket that `streams` has made.
 
-        Without `sha256` the stock tools list what is put, and refuse to read it.
+        Without `sha256` the stock tools list stored objects but refuse to read them.
         """
         self._sha256 = sha256
         self._broker = broker
@@ -291,7 +290,7 @@ class ObjectStore:
         self._chunk_bytes = min(chunk_bytes, broker.max_payload_bytes)
 
     async def put(self, name: str, views: Sequence[memoryview], *, deadline_s: float) -> ObjectInfo:
-        """Store the concatenation of `views`; it is there once this returns.
+        """Store the concatenation of `views`; it is stored when this returns.
 
         Raises BrokerError when the bucket is full, DeadlineError, NotFoundError.
         """
@@ -301,7 +300,7 @@ class ObjectStore:
         attempts: list[str] = []
 
         async def attempt() -> tuple[int, int]:
-            if attempts:  # the order of chunks is the object: begin anew, never in the middle
+            if attempts:  # the order of chunks is the object: restart, never continue in the middle
                 await self._purge_chunks(attempts[-1])
             attempts.append(uuid.uuid4().hex)
             return await self._put_chunks(attempts[-1], views)
@@ -345,7 +344,7 @@ class ObjectStore:
             )
 
     async def info(self, name: str) -> ObjectInfo | None:
-        """Return what is known of an object, or None if there is none."""
+        """Return an object's description, or None if there is none."""
         message = await self._retry(
             lambda: get_last(self._broker, self._stream, self._info_subject(name))
         )
@@ -356,14 +355,14 @@ class ObjectStore:
         return sorted({info.name for info in await self.infos()})
 
     async def infos(self) -> list[ObjectInfo]:
-        """Return what is known of all objects."""
+        """Return the descriptions of all objects."""
         subject = f"$O.{self._bucket}.M.>"
         messages = await self._retry(lambda: get_all(self._broker, self._stream, subject))
         infos = (_read_info(message.payload) for message in messages)
         return [info for info in infos if info is not None]
 
     async def free_bytes(self) -> int:
-        """Return how many more bytes the bucket's bound allows, with what each chunk adds.
+        """Return how many more bytes the bucket can store, including the overhead of each chunk.
 
         Raises NotFoundError when the bucket is gone.
         """
@@ -379,7 +378,7 @@ class ObjectStore:
             await self._purge_chunks(info.nuid)
 
     async def sweep(self) -> None:
-        """Remove chunks of no object, which a killed writer has left; others have to begin anew."""
+        """Remove chunks of no object, left by a killed writer; running puts have to restart."""
         messages = await self._retry(
             lambda: get_all(self._broker, self._stream, f"$O.{self._bucket}.M.>")
         )
@@ -390,7 +389,9 @@ class ObjectStore:
                 await self._purge(subject)
 
     async def _put_chunks(self, nuid: str, views: Sequence[memoryview]) -> tuple[int, int]:
-        """Publish all chunks with a bounded number unconfirmed; return bytes and chunks."""
+        """Publish all chunks with a bounded number unconfirmed; return the numbers of bytes and
+        chunks.
+        """
         chunks, subject = chunks_of(views, self._chunk_bytes), self._chunk_subject(nuid)
         window = max(2, PUT_WINDOW_BYTES // self._chunk_bytes)
         sent = await self._with_link(
@@ -401,7 +402,7 @@ class ObjectStore:
         return sent
 
     async def _with_link(self, work: Callable[[BulkLink], T]) -> T:
-        """Run `work` in a thread with a connection of its own."""
+        """Run `work` in a thread with its own connection."""
         link = BulkLink(self._broker)
 
         def run() -> T:
@@ -474,7 +475,7 @@ class _Reading:
     def __init__(
         self, stream: str, asking: str, subject: str, buffer: memoryview, lag_s: float
     ) -> None:
-        """`lag_s` is how long a replica may not have the chunks yet."""
+        """`lag_s` is how long a replica may lack the chunks."""
         self._lag_s = lag_s
         self._stream = stream
         self._asking = asking
@@ -486,7 +487,9 @@ class _Reading:
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def run(self, link: BulkLink) -> None:
-        """Receive to the end; after an error what came whole stays, and `run` goes on behind it."""
+        """Receive to the end; after an error, call `run` again to continue behind the last whole
+        chunk.
+        """
         while self._num_bytes < len(self._buffer):
             self._request_window(link)
             while (message := link.next()).status == "":
@@ -494,7 +497,7 @@ class _Reading:
             self._check_end(message)
 
     def digest(self) -> str:
-        """Wait for the digester and return the digest of all that came."""
+        """Wait for the digester and return the digest of all received bytes."""
         self._digester.shutdown(wait=True)
         return self._digest.hexdigest()
 
@@ -518,7 +521,7 @@ class _Reading:
         self._next_seq = int(message.headers["Nats-Sequence"]) + 1
 
     def _check_end(self, message: Incoming) -> None:
-        """Read the server's word at the end of a window."""
+        """Check the server's status message at the end of a window."""
         if message.status == nats_internals.NO_RESPONDERS:
             raise NoResponders("no server answers the read", stream=self._stream)
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
@@ -537,7 +540,7 @@ class _Reading:
 def _send(
     link: BulkLink, stream: str, subject: str, chunks: Iterator[memoryview], window: int
 ) -> tuple[int, int]:
-    """Publish chunks with at most `window` of them unconfirmed; return bytes and chunks."""
+    """Publish chunks with at most `window` unconfirmed; return the numbers of bytes and chunks."""
     num_bytes = num_chunks = num_confirmed = 0
     for chunk in chunks:
         if num_chunks - num_confirmed == window:
@@ -561,7 +564,7 @@ def _confirm(link: BulkLink, stream: str) -> None:
 
 
 def chunks_of(views: Sequence[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Cut the concatenation of `views` into chunks; only one that spans views is copied."""
+    """Cut the concatenation of `views` into chunks; only a chunk that spans views is copied."""
     parts: list[memoryview] = []
     size = 0
     for view in views:
@@ -590,14 +593,14 @@ def _sha256(views: Sequence[memoryview]) -> bytes:
 
 
 def _nuid_of(payload: bytes) -> str | None:
-    """Return under which name an entry has its chunks, whoever wrote it."""
+    """Return the chunk name of an entry written by any client."""
     with contextlib.suppress(ValueError, AttributeError):
         return json.loads(payload).get("nuid")
     return None
 
 
 def _read_info(payload: bytes) -> ObjectInfo | None:
-    """Read the entry of an object; None for one that the ordinary tools have deleted."""
+    """Read the entry of an object; None for one deleted by the stock tools."""
     try:
         meta = json.loads(payload)
         if meta.get("deleted"):

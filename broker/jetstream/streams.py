@@ -1,8 +1,8 @@
-"""The streams and buckets: what is made for each job, what all jobs share, and their bounds.
+"""The streams and buckets of each job, the shared buckets, and their bounds.
 
-Every stream has a byte bound and a description. Work and results (tasks, rollouts, batch records)
-refuse what does not fit, which makes the publisher wait; metrics, events and log lines lose their
-oldest. Making a stream that is there already changes it to the wanted configuration.
+Every stream has a byte bound and a description. Streams of work and results (tasks, rollouts, batch
+records) refuse messages when full, which makes the publisher wait; metrics, events and log lines
+drop their oldest. Making an existing stream updates its configuration.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from ...schemas.config.job import LimitsConfig
 
 
-# Pull requests to a consumer: the one way in which messages of a stream arrive live.
+# Pull requests to a consumer: the only live delivery of stream messages.
 #
-# A pull request is bounded in messages and bytes, so a reader is never sent more than it asked
-# for. The inbox exists as long as its owner; a message that arrives after its request was given up
-# stays in the inbox for the next one. A loss of the connection ends a running request at once.
+# A pull request is bounded in messages and bytes, so a reader receives no more than it requested.
+# The inbox lives as long as its owner; a message that arrives after its request was abandoned stays
+# in the inbox for the next one. A loss of the connection ends a running request at once.
 
 NS = 1_000_000_000
-_STATUS_OK = frozenset({"404", "408"})  # nothing there; the request has expired
+_STATUS_OK = frozenset({"404", "408"})  # no message; the request has expired
 _HEARTBEAT = "100"
 _GONE = frozenset({"503", "409"})
 
@@ -57,10 +57,10 @@ class ConsumerGone(errors.BrokerError):
 
 
 class PullInbox(Inbox):
-    """Receives what pull requests bring."""
+    """Receives the messages of pull requests."""
 
     def take_arrived(self) -> list[Msg]:
-        """Return the messages that are here already, without waiting."""
+        """Return the messages that have arrived, without waiting."""
         return [message for message in self.drain() if not _status(message)]
 
     async def pull(self, stream: str, consumer: str, request: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class PullInbox(Inbox):
     async def next_pulled(self, timeout_s: float) -> Msg | None:
         """Return the next message, or None when the request has ended.
 
-        Raises ConnectionLost, ConsumerGone, TimeoutError when not even a heartbeat comes.
+        Raises ConnectionLost, ConsumerGone, TimeoutError without a heartbeat.
         """
         while True:
             message = await self.next(timeout_s)
@@ -84,12 +84,12 @@ class PullInbox(Inbox):
 
 
 def _status(message: Msg) -> str:
-    """Return the status of a message from the server itself, empty for one of the stream."""
+    """Return the status of the server's own message, empty for a message of the stream."""
     return "" if message.reply else status_of(message)
 
 
 def _is_complete(message: Msg) -> bool:
-    """Whether the server only reports that all requested messages were sent."""
+    """Return whether the server reports that it has sent all requested messages."""
     return "batch completed" in header(message, DESCRIPTION).lower()
 
 
@@ -110,11 +110,12 @@ REPLICAS_VARIABLE = "TINKERMQ_REPLICAS"
 BATCH_BYTES = 1 << 30
 DEAD_BYTES, MANIFEST_BYTES = 64 << 20, 256 << 20
 WEIGHTS_BYTES = 1 << 30
-"""Of published versions, until the learner has told what its model needs; see `bound_weights`."""
+"""Bound on published versions until the learner reports what its model needs; see `bound_weights`.
+"""
 BUCKET_BYTES = 256 << 20
 PRESENCE_BYTES, EVALUATION_BYTES = 16 << 10, 64 << 10
 REQUEST_BYTES, SECRETS_BYTES = 4 << 10, 64 << 10
-"""Of one value of a shared bucket, its headers included."""
+"""Bounds on one value of a shared bucket, including its headers."""
 MAX_LEASES = 8192
 _DEADLINE_S, _LOOK_S = 30.0, 0.1
 _NAME_IN_USE = 10058
@@ -136,10 +137,10 @@ async def create_job_streams(
     checkpoints: bool = False,
     validation: bool = False,
 ) -> None:
-    """Make all streams of a job; harmless when they are there.
+    """Make all streams of a job; harmless when they exist.
 
-    With `ack_wait_s` also the consumers of its tasks, which generators have no right to make; those
-    of running episodes, users' operations, checkpoints and validation tasks as asked for.
+    With `ack_wait_s` also makes the consumers of its tasks, which generators may not make;
+    arguments add streams of running episodes, users' operations, checkpoints and validation tasks.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
@@ -158,9 +159,9 @@ async def create_job_streams(
 
 
 async def bound_weights(broker: Broker, scope: JobScope, num_bytes: int) -> None:
-    """Bound what the published versions of a running job take.
+    """Bound the bytes of a running job's published versions.
 
-    Raises BrokerError when the server has no room for that, NotFoundError, DeadlineError.
+    Raises BrokerError when the server has no room for them, NotFoundError, DeadlineError.
     """
     name = f"OBJ_{scope.object_weights}"
     config = (await stream_info(broker, name))["config"] | {"max_bytes": num_bytes}
@@ -181,12 +182,12 @@ async def bound_weights(broker: Broker, scope: JobScope, num_bytes: int) -> None
 
 
 async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
-    """Bound the streams of a job that has ended by what they hold, so that others get the room.
+    """Bound an ended job's streams by their contents, to free the reserved space.
 
-    What was written down of running episodes is removed. Returns how many bytes there are.
+    Segments of running episodes are removed. Returns the number of bytes stored.
 
-    Those of events and log lines keep some room: draining actors still send their last lines.
-    `create_job_streams` gives all of them their bounds back.
+    Events and log lines keep some room: draining actors still send their last lines.
+    `create_job_streams` restores all bounds.
 
     Raises BrokerError for a stream that the server does not change, DeadlineError.
     """
@@ -216,10 +217,10 @@ async def ensure_task_consumer(
     *,
     validation: bool = False,
 ) -> None:
-    """Make the consumer from which generators pull tasks, or change it to this configuration.
+    """Make or update the consumer from which generators pull tasks.
 
-    With `validation` that of validation tasks. Raises NotFoundError when the job's streams are
-    gone, BrokerError, DeadlineError.
+    With `validation`, the consumer of validation tasks. Raises NotFoundError when the job's streams
+    are gone, BrokerError, DeadlineError.
     """
     stream, name, subjects = scope.stream_task, TASK_CONSUMER, scope.task("*")
     if validation:
@@ -241,15 +242,15 @@ async def ensure_task_consumer(
 
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
-    """Delete all streams of a job with all that they hold; harmless when they are gone."""
+    """Delete all streams of a job with their contents; harmless when they are gone."""
     names = [config["name"] for config in _default_streams(scope)]
     await asyncio.gather(*(delete_stream(broker, name) for name in names))
 
 
 async def create_shared(broker: Broker) -> None:
-    """Make the buckets that all jobs share; harmless when they are there.
+    """Make the buckets that all jobs share; harmless when they exist.
 
-    Raises StateError when that of the job records is gone, while there are jobs.
+    Raises StateError when the bucket of job records is gone while there are jobs.
     """
     shared = (
         (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
@@ -269,9 +270,9 @@ async def create_shared(broker: Broker) -> None:
 
 
 async def _refuse_without_records(broker: Broker) -> None:
-    """Raise StateError where jobs have streams, and the bucket of their records is gone.
+    """Raise StateError if jobs have streams but the bucket of their records is gone.
 
-    An empty one in its place would make all nodes stop all actors.
+    With an empty bucket instead, all nodes would stop all actors.
     """
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
@@ -328,7 +329,7 @@ def job_streams(scope: JobScope, limits: "LimitsConfig", weights_bytes: int) -> 
             f"Finished groups of {job}, one per task",
             [scope.rollout("*")],
             limits.rollout_bytes,
-            # readers get a notice instead of the group itself a second time
+            # readers receive a notice, not the group itself a second time
             republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
             **once,
         ),
@@ -408,7 +409,7 @@ def stream_config(
 
 
 def num_replicas() -> int:
-    """Return on how many servers of a cluster new streams are kept: `$TINKERMQ_REPLICAS`, or 1."""
+    """Return the number of replicas of new streams in a cluster: `$TINKERMQ_REPLICAS`, or 1."""
     text = os.environ.get(REPLICAS_VARIABLE, "1")
     if text not in ("1", "3", "5"):
         raise errors.BrokerError(
@@ -450,9 +451,9 @@ def object_store_config(bucket: str, description: str, max_bytes: int) -> Stream
 
 
 async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
-    """Make a stream, or change the one of that name to this configuration.
+    """Make a stream, or update the configuration of an existing one.
 
-    It never gets fewer replicas than it has.
+    Its number of replicas is never reduced.
     """
     name = config["name"]
     try:
@@ -469,18 +470,18 @@ async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
 
 
 async def delete_stream(broker: Broker, name: str) -> None:
-    """Delete a stream with all that it holds; harmless when it is gone."""
+    """Delete a stream with its contents; harmless when it is gone."""
     with contextlib.suppress(errors.NotFoundError):
         await _request(broker, f"STREAM.DELETE.{name}", None)
 
 
 async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
-    """Return what the server says of a stream; raises NotFoundError when it is gone."""
+    """Return the server's description of a stream; raises NotFoundError when it is gone."""
     return await _request(broker, f"STREAM.INFO.{name}", None)
 
 
 async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]:
-    """Return every subject below `subjects` under which the stream holds messages, unread."""
+    """Return every subject below `subjects` with stored messages, without reading them."""
     subject_names: list[str] = []
     while True:
         request = {"subjects_filter": subjects, "offset": len(subject_names)}
@@ -492,17 +493,17 @@ async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]
 
 
 async def num_messages(broker: Broker, name: str, subject: str) -> int:
-    """Return how many messages a stream holds on one subject."""
+    """Return the number of stored messages on one subject."""
     answer = await _request(broker, f"STREAM.INFO.{name}", {"subjects_filter": subject})
     held: dict[str, int] = answer["state"].get("subjects") or {}
     return held.get(subject, 0)
 
 
 def numbers_of(subjects: list[str]) -> set[int]:
-    """Return the task numbers of subjects, without those that have none."""
+    """Return the task numbers in subjects; those without one are skipped."""
     numbers: set[int] = set()
     for subject in subjects:
-        with contextlib.suppress(errors.MessageError):  # a foreign entry
+        with contextlib.suppress(errors.MessageError):  # an entry of another program
             numbers.add(number_of(subject))
     return numbers
 

@@ -362,7 +362,7 @@ def init(
     return 0
 
 
-# `tinkermq backup` and `tinkermq restore`: what the broker stores, as files, and back again.
+# `tinkermq backup` and `tinkermq restore`: the broker's data as files.
 
 _MOVING = frozenset({"STARTING", "RUNNING"})
 
@@ -418,7 +418,7 @@ def _check_rights(broker: Broker) -> None:
 async def _moving(broker: Broker) -> list[str]:
     try:
         return [job.name for job in await JobStore(broker).live() if job.state in _MOVING]
-    except NotFoundError:  # a server that no scheduler has seen yet
+    except NotFoundError:  # a server that no scheduler has used yet
         return []
 
 

@@ -67,7 +67,7 @@ def check(
 
 
 def report_lines(report: agent_check.AgentReport) -> Iterator[str]:
-    """Yield the lines of what the program did, with rich markup."""
+    """Yield the lines of a report, with rich markup."""
     for endpoint, number in report.endpoints.items():
         times = "once" if number == 1 else f"{number} times"
         yield f"asks   {literal(endpoint)}  {times}"

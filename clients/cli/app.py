@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 
 class Example(NamedTuple):
-    """One command line, and what it is for."""
+    """One command line and its purpose."""
 
     line: str
     meaning: str
@@ -288,9 +288,9 @@ def build_app() -> App:
         name="tinkermq",
         help="Agentic reinforcement learning over NATS. Every command takes `--help`, and "
         "`--debug`, which shows the traceback of an error.",
-        version_flags=[],  # `version` has this name, too
+        version_flags=[],  # the command `version` has this name, too
         default_parameter=Parameter(negative=()),
-        # A wrong command line ends with 2, not with the parser's own exit.
+        # A wrong command line returns exit code 2 instead of the parser's own exit.
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",

@@ -35,7 +35,7 @@ from .output import literal, print_json, print_text
 FAILED = 1
 """Exit code if a check failed."""
 DEADLINE_S = 120.0
-"""For the checks of a model, or of a function of the user's."""
+"""Time limit of the checks of a model, or of a user's function."""
 _MARKS: dict[Outcome, str] = {
     "ok": "[green]ok[/]  ",
     "note": "[dim]note[/]",
@@ -75,7 +75,7 @@ def exit_code(results: Iterable[CheckResult]) -> int:
 
 
 def finding(name: str, ok: bool, detail: str, hint: str = "") -> CheckResult:
-    """Return the result of a check of a machine."""
+    """Return a result of a check of a machine."""
     outcome: Outcome = "failed" if not ok else "note" if hint else "ok"
     return CheckResult(name=name, outcome=outcome, detail=detail, hint=hint)
 
@@ -91,7 +91,7 @@ def run_process(
     request: bytes = b"",
     deadline_s: float | None = DEADLINE_S,
 ) -> Iterator[CheckResult]:
-    """Run a module's checks in a process; yield each result as soon as it is there.
+    """Run a module's checks in a process; yield each result as soon as it arrives.
 
     If the process does not complete them, the last result is a failed check `name`.
     """
@@ -145,10 +145,10 @@ def can_check_model(config: JobConfig) -> bool:
 
 
 def check_model(config: JobConfig, *, plays: bool, whole: bool = True) -> list[CheckResult]:
-    """Check what a job reads of its model and data, with the code of the run.
+    """Check the model and data of a job with the code of the run.
 
-    With `plays`, also the conversations of its game; without `whole`, only these. Raises GameError
-    or DataError if the game cannot be played.
+    With `plays`, also check the conversations of its game; without `whole`, only these. Raises
+    GameError or DataError if the game cannot be played.
     """
     exchanges: list[Exchange] = conversations(config.env, seed=config.seed) if plays else []
     values = config.model_dump(mode="json", exclude_unset=True)
@@ -175,7 +175,7 @@ def check_rows(config: JobConfig) -> str:
 
 
 def refuse_unusable_inputs(config: JobConfig, url: str, *, has_model: bool) -> None:
-    """Raise the error of the first file, data set or game on this machine that cannot be used.
+    """Raise the error of the first file, dataset or game on this machine that cannot be used.
 
     A game is imported, and its data opened, but it is not played: `--dry-run` does that. Nothing
     is checked for a pool on other machines, and a game that cannot be found here is left to the

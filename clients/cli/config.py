@@ -1,4 +1,4 @@
-"""`tinkermq config show|schema`, and `plan`: the configuration of a job, and what it takes."""
+"""`tinkermq config show|schema` and `plan`: the configuration of a job, and its memory and time."""
 
 import textwrap
 from pathlib import Path
@@ -140,7 +140,7 @@ def plan(
 
 
 def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
-    """Return the plan of a job; ConfigError or ModelError for what cannot be planned."""
+    """Return the plan of a job; ConfigError or ModelError for a job that cannot be planned."""
     from ...schemas.plan.cards import parse_cards
     from ...schemas.plan.plan import make_plan
     from ...schemas.plan.settings import find_models, refuse_long_contexts

@@ -1,8 +1,8 @@
 """`tinkermq decode`: one msgpack payload from a pipe as text that people can read.
 
 `nats sub --translate "tinkermq decode" 'tmq.v1.job.>'` starts it once for each message, so this
-module imports nothing that is slow. Payloads of other programs on the same server (JSON, text)
-are shown as they are.
+module imports nothing that is slow. Payloads of other programs on the same server (JSON, text) are
+printed unchanged.
 """
 
 import sys

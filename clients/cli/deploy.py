@@ -1,6 +1,6 @@
 """`tinkermq deploy check`: check a machine that runs the units of deploy/.
 
-systemd-analyze judges the units and nats-server its configuration.
+systemd-analyze checks the units, and nats-server its configuration.
 """
 
 import asyncio
@@ -113,12 +113,12 @@ def _environment(root: Path) -> CheckResult:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; names in passwd, for example, may have bytes beyond UTF-8."""
+    """Return the text of a file, which may contain invalid UTF-8, for example names in passwd."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _variables(path: Path) -> dict[str, str]:
-    """Return the variables that an environment file sets; their values may stand in quotes."""
+    """Return the variables that an environment file sets; their values may be quoted."""
     lines = _text(path).splitlines() if path.is_file() else []
     pairs = (line.split("=", 1) for line in lines if "=" in line and line[0] not in "#;")
     return {name.strip(): value.strip().strip("\"'") for name, value in pairs}
@@ -163,7 +163,7 @@ def _nats_conf(root: Path) -> CheckResult:
 
 
 def _nats_access(root: Path) -> CheckResult:
-    """Check that a server that other machines reach requires keys and encrypts."""
+    """Check that a server which other machines reach requires keys and encryption."""
     url = _variables(root / "etc/tinkermq/tinkermq.env").get("TINKERMQ_NATS_URL")
     if url is None:
         return finding("nats access", True, "not checked: TINKERMQ_NATS_URL is not set")
@@ -213,7 +213,7 @@ def _storage(root: Path) -> CheckResult:
 
 
 def _clock() -> CheckResult:
-    """Check that the clock is synchronised: keys expire and events are ordered by it."""
+    """Check that the clock is synchronised: it decides on expired keys and the order of events."""
     program = shutil.which("timedatectl")
     if program is None:
         return finding("clock", True, "not known: there is no timedatectl")
@@ -232,7 +232,7 @@ def _clock() -> CheckResult:
 
 
 def _sandbox() -> CheckResult:
-    """Check that processes may make the namespaces that the sandbox of games needs."""
+    """Check that processes may create the namespaces that the sandbox of games needs."""
     if os.name != "posix" or shutil.which("unshare") is None:
         return finding("namespaces", False, "no unshare on this machine", "use Linux")
     if shutil.which("bwrap") is None:

@@ -81,7 +81,7 @@ def pool(*, common: Common = COMMON) -> int:
 
 
 def describe_gpus(node: NodeStatus) -> str:
-    """Return one line: a node's GPUs by model, and which slots NVLink and NUMA nodes join."""
+    """Return one line: a node's GPUs by model, and the slots that NVLink or a NUMA node joins."""
     models = Counter(gpu.model for gpu in node.gpus)
     parts = [", ".join(f"{count} × {model}" for model, count in models.items())]
     if node.groups_by == "nvlink":
@@ -115,7 +115,7 @@ def package_differences(nodes: list[NodeStatus]) -> list[str]:
 
 
 def clock_differences(nodes: list[NodeStatus]) -> list[str]:
-    """Describe which nodes' clocks are off, as measured by the scheduler."""
+    """Describe the nodes whose clocks are wrong, as measured by the scheduler."""
     warnings: list[str] = []
     for node in nodes:
         ahead_s = node.clock_ahead_s or 0.0
@@ -319,7 +319,7 @@ async def _check_broker(url: str) -> list[CheckResult]:
 
 
 async def _machines(broker: Broker) -> list[CheckResult]:
-    """Ask the scheduler for its nodes and check them."""
+    """Request the nodes from the scheduler, and check them."""
     try:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
@@ -369,7 +369,7 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
 
 
 async def _trouble(broker: Broker, presences: Sequence[Presence]) -> CheckResult:
-    """Describe what blocks the pool and the user's runs: full disks, missing games."""
+    """Describe problems that block the pool and the user's runs: full disks, missing games."""
     with contextlib.suppress(NotFoundError):
         own = [entry.value for entry in await list_presences(broker, broker.user)]
         presences = [*presences, *own]
@@ -379,7 +379,7 @@ async def _trouble(broker: Broker, presences: Sequence[Presence]) -> CheckResult
         for presence in blocked
     }
     with contextlib.suppress(TinkermqError, TimeoutError):
-        async with asyncio.timeout(_ASK_S):  # it answers even if it can store no heartbeat
+        async with asyncio.timeout(_ASK_S):  # a node answers even if it can store no heartbeat
             trouble = await SchedulerCalls(broker).trouble()
             waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
     if not waits:
@@ -392,7 +392,7 @@ async def _trouble(broker: Broker, presences: Sequence[Presence]) -> CheckResult
 
 
 async def _records(broker: Broker) -> CheckResult:
-    """Describe which records of the pool are ignored, and why."""
+    """Describe the records of the pool that are ignored, with reasons."""
     try:
         damaged = await SchedulerCalls(broker).damaged()
     except TinkermqError as error:

@@ -16,7 +16,7 @@ from .output import print_note, print_plain
 from .session import with_pool, with_private_broker
 
 Results = dict[str, list[CheckResult]]
-"""Results by topic: with a pool on other machines, a node's check of that name overrules them."""
+"""Local results that a node's check of the same name replaces for a pool on other machines."""
 
 
 def dry_run(
@@ -24,8 +24,8 @@ def dry_run(
 ) -> int:
     """Check a job, print its configuration and the results, and raise the first failure.
 
-    This machine checks what it has. If a pool answers, its scheduler checks slots, names and
-    quotas, and its nodes check models, data and games.
+    This machine checks the files that it has. If a pool answers, its scheduler checks slots, names
+    and quotas, and its nodes check models, data and games.
     """
     if not as_json:
         from ...schemas.config.load_config import write_yaml
@@ -80,7 +80,7 @@ def _check_here(config: JobConfig, url: str | None, from_run: str | None) -> Res
 def check_model_files(config: JobConfig, url: str | None) -> str:
     """Check a local model folder without loading it; a model elsewhere is only named.
 
-    Raises ModelError for a folder that is not a model, and for sequences longer than it takes.
+    Raises ModelError for a folder that is not a model, and for sequences that are too long for it.
     """
     has_tokenizer = config.model.tokenizer is not None
     is_here = url is None or is_local_pool(url)
@@ -123,7 +123,7 @@ def _check_program(config: JobConfig) -> list[CheckResult]:
 
 
 def _count_slots(config: JobConfig, from_run: str | None) -> list[CheckResult]:
-    """Return the checks that need a pool as skipped, since none is up."""
+    """Return the checks that need a pool as skipped, since no pool runs."""
     needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
     skipped = [failed_check("slots", CheckSkipped(needed))]
     if from_run is not None:
@@ -133,7 +133,7 @@ def _count_slots(config: JobConfig, from_run: str | None) -> list[CheckResult]:
 
 
 def needed_slots(config: JobConfig) -> int:
-    """Return the slots that the job's learner and generators take."""
+    """Return the number of slots for the job's learner and generators."""
     return config.learner.slots + config.generator.count * config.generator_slots
 
 
@@ -161,7 +161,7 @@ def _check_in_pool(config: JobConfig, url: str, from_run: str | None) -> list[Ch
 
 
 def _without_overruled(here: Results, in_pool: list[CheckResult]) -> Results:
-    """Skip what failed on this machine and passed on a node of a pool on other machines."""
+    """Skip checks that failed here and passed on a node of a pool on other machines."""
     there = {result.name for result in in_pool if result.ok and result.by.startswith("node ")}
     skipped = {"outcome": "skipped", "hint": "a node has it"}
     return {

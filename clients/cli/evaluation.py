@@ -41,7 +41,7 @@ from .session import COMMON, Common, with_pool
 
 FAILED = 1
 _TOLD_EVERY = 10
-"""Parts of an inference after which its progress is printed."""
+"""Number of times that the progress of an inference is printed."""
 
 
 @Parameter(name="*")
@@ -79,7 +79,7 @@ class PlayFlags:
     seed: Annotated[int, Parameter(help="Seed from which those of the rows follow.")] = 0
 
     def options(self, **others: Any) -> PlayOptions:
-        """Return the options of an inference, with those of the command itself."""
+        """Return the options of an inference, including those of the command itself."""
         values: dict[str, Any] = {
             "data_path": [str(path) for path in self.data] if self.data else None,
             "output_path": self.output,
@@ -179,7 +179,7 @@ class Progress:
 
 
 def print_report(report: InferenceReport, output: Path | None, *, as_json: bool) -> int:
-    """Print the scores of an inference, and where its results are; return the exit code."""
+    """Print the scores of an inference and the path of its results; return the exit code."""
     if as_json:
         print_json_line({"summary": report.summary})
     else:
@@ -401,9 +401,9 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
 # `tinkermq env eval`: evaluate a model on a game.
 
 MAX_TURNS = 10
-"""Answers of the policy per episode where no YAML file says another number."""
+"""Default answers of the policy per episode without a YAML file."""
 NUM_SEEDS = 100
-"""Episodes of a generated game, unless another number is asked for."""
+"""Default number of episodes of a generated game."""
 
 
 def evaluate_game(

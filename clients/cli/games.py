@@ -94,7 +94,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
     try:
         make_data = companion(load_game(env.game), "make_data")
     except GameError:
-        return env  # it generates its states, or the check reports why it cannot be imported
+        return env  # the game generates its states, or the check reports why it cannot be imported
     with blaming(lambda error: game_failure(env.game, "make_data", error)):
         train, val = make_data(folder, num_train=64, num_val=16)
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
@@ -103,7 +103,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
 # `tinkermq env check --on-node`: check a game on a node of the pool.
 
 _NO_MODEL = "none"
-"""Stands for the model of a job whose game is only played."""
+"""Placeholder for the model of a job whose game is only played."""
 
 
 def _check_on_node(
@@ -130,7 +130,7 @@ def _check_on_node(
 def _job(
     game: str, arguments: Sequence[str], train_data: Sequence[str], val_data: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the configuration of a job that plays the game of a command line."""
+    """Return the configuration of a job with the game of a command line."""
     if game.endswith((".yaml", ".yml")):
         if train_data or val_data:
             raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
@@ -407,7 +407,7 @@ def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
 
 
 def _typed_actions(*, echo: bool) -> Iterator[str]:
-    """Yield typed actions, or those of a pipe, which are printed as well."""
+    """Yield actions from the keyboard, or from a pipe, which are also printed."""
     is_terminal = sys.stdin.isatty()
     lines: list[str] = []
     while True:

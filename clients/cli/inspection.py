@@ -1,4 +1,4 @@
-"""Commands that look into a run: `tinkermq logs`, `rollouts` and `profile`."""
+"""Commands that inspect a run: `tinkermq logs`, `rollouts` and `profile`."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -254,7 +254,7 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
     print_text("")
 
 
-# `tinkermq profile`: where the time of a run goes, who waits for whom, and what to change.
+# `tinkermq profile`: how a run spends its time, which actors wait, and what to change.
 
 _STEPS = 100
 _BUSY = {
@@ -439,7 +439,7 @@ def _row(
 
 
 def _parts(shares: Mapping[str, float]) -> str:
-    """Return shares, largest first, without those that round to zero."""
+    """Return the shares, largest first, without those that round to zero."""
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(
         f"{_WORDS.get(kind, kind)} {share:.0%}" for kind, share in ordered if share >= 0.005

@@ -118,7 +118,7 @@ class LiveDisplay:
             self._events = [*self._events, update][-_SHOWN_EVENTS:]
 
     def draw(self) -> Group:
-        """Return the whole display as of now."""
+        """Return the current display."""
         return render(self._progress, self._events)
 
 
@@ -139,7 +139,7 @@ def update_progress(progress: RunProgress, update: Update) -> bool:
 
 
 def step_line(progress: RunProgress) -> str:
-    """Return one line about the newest step."""
+    """Return one line on the newest step."""
     total = f"/{progress.total_steps}" if progress.total_steps else ""
     parts = [
         f"step {progress.step}{total}",

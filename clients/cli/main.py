@@ -1,9 +1,9 @@
 """Run one command of the command line and return its exit code.
 
-0 done, 1 failed, 2 wrong usage, 130 interrupted. An error of ours is printed as its message and
-its hint; `--debug` anywhere on the line shows the traceback instead. `decode` runs once per message
-under `nats sub --translate`, so it goes around the command parser, which takes longer to import
-than the message takes to print.
+0 done, 1 failed, 2 wrong usage, 130 interrupted. An error of ours is printed as its message and its
+hint; `--debug` anywhere on the line shows the traceback instead. `decode` runs once per message
+under `nats sub --translate`, so it bypasses the command parser, whose import takes longer than
+printing the message.
 """
 
 import errno
@@ -40,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, so that a command stops and removes what it started."""
+    """Raise KeyboardInterrupt, so that a command stops and cleans up."""
     signal.raise_signal(signal.SIGINT)
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Run `command` and return its exit code; print a TinkermqError with its hint.
 
-    An error of the system (no permission, no room) is printed as its reason and its file.
+    An OSError (no permission, no space) is printed as its reason and its file.
     """
     try:
         code = command()
@@ -60,7 +60,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
         return WRONG_USAGE if isinstance(error, ValueError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has gone
+    except BrokenPipeError:  # the reader of the pipe (head, less) has ended
         _discard_output()
         return DONE
     except OSError as error:
@@ -73,7 +73,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 
 def _discard_output() -> None:
-    """Drop unwritten output, which the interpreter would fail to write at exit."""
+    """Drop unwritten output, which the interpreter could not write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -109,7 +109,7 @@ def _format_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """Return a warning of ours as one line without its place in the code."""
+    """Return a warning of tinkermq as one line without its location in the code."""
     if category.__module__.startswith("tinkermq."):
         return f"warning: {message}\n"
     return _format_with_place(message, category, filename, lineno, line)
@@ -125,14 +125,13 @@ def _print_error(error: TinkermqError) -> None:
 
 # Fast start of commands, which would otherwise spend most of their time on unused imports.
 #
-# nats-py imports aiohttp, where that is installed, for WebSockets alone, which no URL of ours
-# asks for; that takes longer than most commands' own work. In the process of the command line,
-# and in no other, the first `import` of a module named here returns Python's own lazy one
-# (`importlib.util.LazyLoader`): it is the same module, and the first look at an attribute loads
-# it.
+# nats-py imports aiohttp, if it is installed, for WebSockets only, which tinkermq does not use;
+# that takes longer than most commands' own work. Only in the process of the command line, the first
+# `import` of a module named here returns a lazy module (`importlib.util.LazyLoader`), which is
+# loaded at the first access to an attribute.
 #
-# structlog imports rich's tracebacks, where rich is installed, and with them pygments. A command
-# prints its errors itself, so structlog is imported here as if there were no rich.
+# structlog imports rich's tracebacks, if rich is installed, and with them pygments. A command
+# prints its errors itself, so structlog is imported here as if rich were not installed.
 
 LAZY = frozenset({"aiohttp"})
 _LOGS, _UNSEEN = "structlog", "rich"
@@ -175,7 +174,7 @@ class _Without(SourceFileLoader):
 def importing(lazy: frozenset[str] = LAZY) -> Iterator[None]:
     """Import fast in this block: some modules lazily, and without garbage collection.
 
-    Imported modules stay, so collecting them finds nothing and takes a tenth of the time.
+    Imported modules are never freed, and collecting them takes a tenth of the time.
     """
     finder = FastFinder(lazy)
     sys.meta_path.insert(0, finder)

@@ -34,14 +34,14 @@ _PLACES: Mapping[str, str] = {
     "tiny.yaml": "tiny/agent.yaml",
     "play.py": "tiny/play.py",
 }
-"""Where each template of `clients/new_agent` goes."""
+"""Target path of each template of `clients/new_agent`."""
 _PROGRAM = "program/agent.py"
 _CLIENTS: Mapping[AgentKind, str] = {
     "openai": "model.openai()",
     "anthropic": "model.anthropic()",
     "command": "model.openai_base_url, model.api_key",
 }
-"""Arguments of the program's function `answer`, beside the question."""
+"""Arguments of the program's function `answer`, besides the question."""
 
 
 def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) -> int:
@@ -105,7 +105,7 @@ _COMMON = {
     "__init__.py": "{module}/__init__.py",
     "test_game.py": "tests/test_game.py",
 }
-"""Where each template of `clients/new_game/common` goes."""
+"""Target path of each template of `clients/new_game/common`."""
 _OF_KIND = {
     "game.py": "{module}/game.py",
     "demonstrations.py": "{module}/demonstrations.py",
@@ -114,7 +114,7 @@ _OF_KIND = {
     "train.jsonl": "data/train.jsonl",
     "val.jsonl": "data/val.jsonl",
 }
-"""Where those of a kind's own folder go, if it has them."""
+"""Target path of each template of a kind's own folder, if there are any."""
 
 _MAKE_DATA = "python -m {module}.make_data"
 _TRAIN = (
@@ -129,7 +129,7 @@ _TRAIN = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """Template values of a kind; sizes are those of the tiny model's training."""
+    """Template values of a kind of game; sizes are for training the tiny model."""
 
     max_turns: int = 1
     max_prompt: int = 96
@@ -155,7 +155,7 @@ class _Kind:
             )
             words["data_row"] = f"| `data/*.{self.data}` | one question a row |\n"
         words["tiny_data"] = words["env_data"]
-        if self.data == "jsonl":  # so few words a tiny model learns by heart
+        if self.data == "jsonl":  # a tiny model memorises so few words
             words["tiny_data"] = words["env_data"].replace("data/val", "data/train")
         has_images = self.data == "parquet"
         lines = (_MAKE_DATA, *_TRAIN) if has_images else _TRAIN
@@ -249,10 +249,10 @@ _ENVIRONMENT_PLACES: Mapping[EnvironmentKind, Mapping[str, str]] = {
         "val.jsonl": "data/val.jsonl",
     },
 }
-"""Where the templates of a kind's folder in `clients/new_environment` go, beside `_OF_ALL`."""
+"""Target path of each template of a kind in `clients/new_environment`, besides `_OF_ALL`."""
 _OF_ALL = {name: name for name in ("README.md", "pyproject.toml", "train.yaml")}
 _TAKEN = frozenset({"tinkermq", "mcp", "openenv", "server", "trl"})
-"""Names of packages that a new one may need, beside Python's own."""
+"""Names of packages that a new one may need, besides Python's own."""
 _SERVE = {
     "python -m venv .venv && .venv/bin/pip install -e .": "install it, apart from tinkermq",
     ".venv/bin/server": "serve it, and leave it running",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-if TYPE_CHECKING:  # a command that prints plain text starts without rich
+if TYPE_CHECKING:  # imported late: a command that prints plain text does not need rich
     from rich.console import Console
 
 Row = Sequence[object]
@@ -21,7 +21,7 @@ def stdout() -> "Console":
     from rich.console import Console
 
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, emoji=False)
-    console.on_broken_pipe = _pass_on  # rich would end the process with 1
+    console.on_broken_pipe = _pass_on  # rich would exit with code 1
     return console
 
 
@@ -44,7 +44,7 @@ def is_terminal() -> bool:
 
 
 def print_text(text: str) -> None:
-    """Print one line with rich markup; what may hold brackets is given as `literal`."""
+    """Print one line with rich markup; use `literal` for texts that may contain brackets."""
     stdout().print(text)
 
 
@@ -58,7 +58,7 @@ def literal(text: str) -> str:
 def harmless(text: str) -> str:
     """Return text with its control characters escaped, except for those of colours.
 
-    Models, games and other users wrote some of it, and a terminal would execute them.
+    Texts of models, games and other users may contain such characters, which a terminal executes.
     """
     return _CONTROLS.sub(lambda match: match[0] if match[1] is None else _escape(match[1]), text)
 
@@ -68,13 +68,13 @@ def _escape(character: str) -> str:
 
 
 def print_plain(text: str) -> None:
-    """Print text without markup or wrapping: as it is in a pipe, `harmless` on a terminal."""
+    """Print text without markup or wrapping: unchanged in a pipe, `harmless` on a terminal."""
     sys.stdout.write((harmless(text) if is_terminal() else text) + "\n")
     sys.stdout.flush()
 
 
 def print_note(text: str) -> None:
-    """Print one line of progress or advice to standard error, as it is: no markup."""
+    """Print one line of progress or advice to standard error, without markup."""
     stderr().print(harmless(text), markup=False)
 
 
@@ -98,7 +98,7 @@ def print_json_line(value: Any) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Return `value` with what JSON lacks replaced: NaN by null, arrays by lists, bytes by hex."""
+    """Return `value` as JSON values: NaN as null, arrays as lists, bytes as hexadecimal text."""
     if isinstance(value, Mapping):
         fields = cast("Mapping[Any, Any]", value)
         return {str(key): jsonable(inner) for key, inner in fields.items()}

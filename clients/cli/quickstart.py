@@ -57,12 +57,12 @@ from .stack import start_detached, stop_detached
 from .supervisor import StackOptions
 from .train import show_run
 
-# Before training: a configuration, a model, data.
+# Before training: configuration, model and data.
 
 
 @dataclass(frozen=True)
 class QuickstartExample:
-    """A task that the quickstart trains."""
+    """A task for the quickstart."""
 
     game: str
     """Its configuration is `<game>.yaml` beside this module."""
@@ -97,7 +97,7 @@ def write_config(folder: Path, example: QuickstartExample = CALCULATOR) -> Path:
     text = (files("tinkermq.clients") / "cli" / f"{example.game}.yaml").read_text(encoding="utf-8")
 
     def below(match: re.Match[str]) -> str:
-        # JSON's quotes are YAML's, whatever characters are in the folder's name.
+        # JSON strings are valid YAML, whatever characters the folder's name has.
         return json.dumps(str(folder / match[0].removeprefix("outputs/")), ensure_ascii=False)
 
     if folder != Path("outputs"):
@@ -109,7 +109,7 @@ def write_config(folder: Path, example: QuickstartExample = CALCULATOR) -> Path:
 
 
 def get_catalogue_model(name: str) -> None:
-    """Fetch a model of the catalogue, unless it is there; raises ModelError."""
+    """Fetch a model of the catalogue, unless it exists; raises ModelError."""
     model = catalogue_folder(name)
     if (model / "config.json").is_file():
         print_plain(f"model      {model} (fetched before)")
@@ -137,20 +137,20 @@ def run_module(module: str, *words: str) -> int:
     with subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # Ctrl-C reaches this process alone, which then ends the module; so does the kernel if this
-        # process is killed.
+        # Ctrl-C reaches only this process, which then ends the module; if this process is killed,
+        # the kernel ends the module.
         start_new_session=True,
         preexec_fn=die_with(os.getpid(), signal.SIGTERM),
     ) as process:
         try:
             return process.wait()
         except BaseException:
-            process.terminate()  # it removes its unfinished files
+            process.terminate()  # the module removes its unfinished files
             raise
 
 
 def prepare_data(folder: Path, game: str) -> None:
-    """Write the dataset, unless it is there."""
+    """Write the dataset, unless it exists."""
     place = folder / "data" / game
     train, val = place / "train.parquet", place / "val.parquet"
     if not (train.exists() and val.exists()):
@@ -158,7 +158,7 @@ def prepare_data(folder: Path, game: str) -> None:
     print_plain(f"data       {train}, {val}")
 
 
-# After training: reward before and after, its curve, and what to try next.
+# After training: reward before and after, its curve, and next commands.
 
 SMOOTH_STEPS = 5
 _MAX_WIDTH = 72
@@ -167,7 +167,7 @@ Points = list[tuple[float, float]]
 
 
 def print_outcome(progress: RunProgress, config: Path, example: QuickstartExample) -> int:
-    """Print reward before and after, the curve, the run folder, and what to try next."""
+    """Print reward before and after, the curve, the run folder, and next commands."""
     record = progress.record
     if record.state != "COMPLETED":
         print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
@@ -197,7 +197,7 @@ def print_outcome(progress: RunProgress, config: Path, example: QuickstartExampl
 def _print_answers(record: JobRecord, count: int) -> None:
     """Print answers of the model before and after, to questions of the validation set.
 
-    They are the first of the set, and answered greedily.
+    They are the first questions of the set; decoding is greedy.
     """
     model, data = record.config["model"]["path"], record.config["env"]["val_data"][0]
     words = [model, str(Path(record.run_dir) / "latest"), data, str(count)]
@@ -241,7 +241,7 @@ def _print_next(config: Path) -> None:
 
 
 def _program() -> str:
-    """Return the command to type: the name if it is on the PATH, else the full path."""
+    """Return the command for users: its name if it is on the PATH, else its full path."""
     here = Path(sys.executable).parent / "tinkermq"
     path = shutil.which("tinkermq")
     same = path is not None and Path(path).resolve() == here.resolve()
@@ -255,7 +255,7 @@ def _short(path: Path) -> str:
 
 
 CPU_SLOTS = 2
-"""One of the learner, one of the generator; each has half of the cores."""
+"""One slot for the learner and one for the generator, each with half of the cores."""
 INTERRUPTED = 130
 
 
@@ -323,7 +323,7 @@ def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) 
     values = load_config(config, overrides).model_dump(exclude_unset=True)
     with tempfile.TemporaryDirectory(
         prefix=".stack-", dir=folder.resolve(), ignore_cleanup_errors=True
-    ) as place:  # interrupted twice, the broker may still write
+    ) as place:  # after a second interrupt, the broker may still write
         home = Home(place)
         options = StackOptions(
             home=home.folder, cpu_slots=CPU_SLOTS, node=f"quickstart-{os.getpid()}"
@@ -342,7 +342,7 @@ async def _train(pool: Pool, config: dict[str, Any]) -> RunProgress:
     return await show_run(pool, record)
 
 
-# -- models by short names, as folders of this machine ---------------------------------------------
+# -- models by short names, as folders on this machine ---------------------------------------------
 
 
 def get_model(

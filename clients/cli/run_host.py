@@ -26,7 +26,7 @@ END_POLL_S = 2.0
 """How often a host checks whether its run has ended."""
 
 MakeHost = Callable[[Pool, JobRecord], "EnvironmentHost"]
-"""Makes the host of a run's episodes; raises for a run that it cannot host."""
+"""Makes the host of a run's episodes; raises an error for a run that it cannot host."""
 
 
 def host_run(run: str, nats_url: str | None, make: MakeHost) -> int:
@@ -36,7 +36,7 @@ def host_run(run: str, nats_url: str | None, make: MakeHost) -> int:
     """
 
     async def work(pool: Pool) -> None:
-        os.environ.pop(KEY_VARIABLE, None)  # not for the processes of the game
+        os.environ.pop(KEY_VARIABLE, None)  # the game's processes must not have it
         record = await pool.find(run)
         if record.state in FINAL_STATES:
             raise StateError(
@@ -69,7 +69,7 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
 
 
 async def _wait_until_ended(pool: Pool, job: str, stopping: asyncio.Event) -> None:
-    """Set `stopping` when a job has ended; waits for a broker that is away."""
+    """Set `stopping` when a job has ended; keeps waiting while the broker is away."""
     while True:
         await asyncio.sleep(END_POLL_S)
         try:

@@ -113,24 +113,24 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
 
 
 async def _describe_pool(pool: Pool) -> str:
-    """Describe what blocks the pool, and how much of the user's quota is in use."""
+    """Describe problems that block the pool, and the used part of the user's quota."""
     return "\n".join(
         line for line in (await describe_trouble(pool), await _describe_quota(pool)) if line
     )
 
 
 async def describe_trouble(pool: Pool) -> str:
-    """Describe what blocks the pool, according to its scheduler."""
+    """Describe problems that block the pool, as its scheduler reports them."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             trouble = await pool.trouble()
     except (BrokerError, TimeoutError):
-        return ""  # no scheduler answers: the line of the quota reports it
+        return ""  # no scheduler answers, which the line about the quota reports
     return f"the scheduler waits for {trouble}" if trouble else ""
 
 
 async def _describe_quota(pool: Pool) -> str:
-    """Describe how much of the user's quota is in use; runs are listed without a scheduler, too."""
+    """Describe the used part of the user's quota; runs are listed without a scheduler, too."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             quota = await pool.quota()
@@ -163,7 +163,7 @@ async def _describe_silent_scheduler(pool: Pool) -> str:
 
 
 async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
-    """Return a row for a run, with figures from its newest metrics if it is the user's."""
+    """Return the row of a run, with figures from its newest metrics if the user owns it."""
     values: dict[str, float] = {}
     actors: list[Presence] = []
     if record.user == pool.broker.user:
@@ -188,7 +188,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
 
 
 def _describe_missing(actors: Sequence[Presence]) -> str:
-    """Describe what an actor waits for from outside, and for how long."""
+    """Describe an actor's wait for something outside the pool, and its duration."""
     waits = [(actor.missing_since, actor) for actor in actors if actor.missing_since is not None]
     if not waits:
         return ""
@@ -208,7 +208,7 @@ def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:
 def _throughput(
     record: JobRecord, values: Mapping[str, float], actors: Sequence[Presence]
 ) -> float | None:
-    """Return tokens/s: the learner's figure, or what the servers of an inference job generate."""
+    """Return tokens/s of the learner, or of the servers of an inference job."""
     if record.kind != "infer":
         return values.get("perf/throughput")
     return sum(actor.numbers.get("tokens_per_s", 0.0) for actor in actors if actor.role == "server")

@@ -262,7 +262,7 @@ def _named(text: str) -> tuple[str, str]:
     if not equals:
         name, folder = "", text
     folder = find_model(folder)
-    if not equals and Path(folder).is_absolute():  # its path is its name
+    if not equals and Path(folder).is_absolute():  # a model without a name is named by its path
         name = folder = folder.rstrip("/")
     if not name or not folder:
         raise ConfigError(

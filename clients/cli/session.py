@@ -23,8 +23,8 @@ def with_pool(
 ) -> T:
     """Connect to the named broker or the local stack's, run `work`, and close.
 
-    Without `api_key` that of $TINKERMQ_API_KEY counts. Raises the one TinkermqError inside an
-    exception group by itself.
+    Without `api_key`, $TINKERMQ_API_KEY is used. A single TinkermqError in an exception group is
+    raised by itself.
     """
 
     quiet_logs()

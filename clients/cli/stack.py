@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 UP_DEADLINE_S = 660.0
-"""A broker with a large store reads it first."""
+"""Time limit of a start; a broker first reads its store, which may be large."""
 PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
@@ -222,7 +222,7 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
     try:
         line = _first_line(process)
     except KeyboardInterrupt:
-        process.terminate()  # it stops what it has started
+        process.terminate()  # it stops its own children
         raise
     if line is None:
         process.kill()
@@ -246,7 +246,7 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
 
 
 def _first_line(process: "subprocess.Popen[bytes]") -> bytes | None:
-    """Return the line of a supervisor, empty if it ended without one; None if none came in time."""
+    """Return the line of a supervisor, empty if it ended without one; None after the deadline."""
     assert process.stdout is not None
     with process.stdout as pipe:
         readable, _, _ = select.select([pipe], [], [], PATIENCE_S)

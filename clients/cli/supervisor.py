@@ -1,9 +1,9 @@
 """The process behind `tinkermq up`: broker, auth service, scheduler, node, gateway, kept alive.
 
-It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so
-that it outlives the terminal; `up` reads one line of JSON from its standard output that says
-whether the stack came up. SIGTERM and SIGINT stop the children in order: node, scheduler, broker.
-If this process is killed the kernel kills its children.
+It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so that it
+outlives the terminal; `up` reads one line of JSON from its standard output: whether the stack has
+started. SIGTERM and SIGINT stop the children in order: node, scheduler, broker. If this process is
+killed the kernel kills its children.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class StackProcess:
     def __init__(
         self, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
     ) -> None:
-        """Name its command; `start` starts it. Its output is appended to `log`."""
+        """Set the command of a process, which `start` starts. Its output is appended to `log`."""
         self.name = name
         self.log = log
         self.restarts = 0
@@ -78,7 +78,7 @@ class StackProcess:
         self._started = time.monotonic()
 
     def revive(self) -> bool:
-        """Restart it if it has died and its pause is over; return whether it was started."""
+        """Restart it if it has died and its pause is over; return whether this started it."""
         if self.pid is not None:
             return False
         alive_s = time.monotonic() - self._started
@@ -164,9 +164,9 @@ TROUBLED_CHECKS = 2
 HEALTHY_CHECKS = 10
 """Further checks allowed after a restart: the broker may be reading a large store."""
 STORE_DEADLINE_S = 600.0
-"""For a start of the broker, which reads its whole store before it listens."""
+"""Time limit of a start of the broker, which reads its whole store before it listens."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""Between two attempts to start the broker, doubled after each."""
+"""Pause between two attempts to start the broker, doubled after each."""
 READY_DEADLINE_S = 30.0
 NODE_STOP_S = 30.0
 SCHEDULER_STOP_S = 10.0
@@ -190,18 +190,18 @@ class StackOptions:
     tls_key: Path | None = None
     """Its private key."""
     slots: int | None = None
-    """Slots of the node; None lets it count."""
+    """Slots of the node; None: it counts its GPUs or cores."""
     cpu_slots: int | None = None
-    """Slots of the node if the machine has no GPU; None lets it count."""
+    """Slots of the node if the machine has no GPU; None: it counts its cores."""
     node: str | None = None
     """Name of the node; None: that of this machine."""
     on: str | None = None
-    """Where machines come from as the queue needs them; None: this machine is the one node."""
+    """Source of machines as the queue needs them; None: this machine is the only node."""
     gateway_port: int | None = None
     """Port of the dashboard, on loopback; 0 takes a free one, None starts none."""
 
     def arguments(self) -> list[str]:
-        """Return the command line that gives a supervisor these options."""
+        """Return the command line of a supervisor with these options."""
         words = ["--home", str(self.home)]
         for flag, value in (
             ("--nats-url", self.nats_url),
@@ -256,7 +256,7 @@ class Supervisor:
                 self._take_down()
 
     def _start(self) -> str:
-        for own in (self.home.logs, self.home.store):  # logs of all jobs, and their data
+        for own in (self.home.logs, self.home.store):  # it contains logs and data of all jobs
             own.mkdir(parents=True, exist_ok=True)
             own.chmod(0o700)
         url = self.options.nats_url or self._start_server()
@@ -302,7 +302,7 @@ class Supervisor:
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
-        inherited = without_secrets(os.environ)  # of the user who typed `up`
+        inherited = without_secrets(os.environ)  # the key of the user who ran `up`
         environment = {**inherited, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         if self.secrets.exist:
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
@@ -343,7 +343,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _answers(self, child: StackProcess, live_pids: set[int]) -> bool:
-        """Return whether a child is up: the gateway listens, others have a heartbeat."""
+        """Return whether a child has started: the gateway listens, others have a heartbeat."""
         if child.name != "gateway":
             return child.pid in live_pids
         assert self.gateway is not None
@@ -378,7 +378,7 @@ class Supervisor:
     def _keep_server(self, server: NatsServer) -> bool:
         """Restart a broker that has died, or that stopped storing on a full disk.
 
-        Returns whether a restarted broker has come up. The stack stays up meanwhile.
+        Returns whether a restarted broker has started. The stack keeps running meanwhile.
         """
         is_well = server.running and not self._is_starting
         if time.monotonic() < self._next_check and (is_well or self._pause_s > FIRST_PAUSE_S):
@@ -394,7 +394,7 @@ class Supervisor:
                 server.stop()
                 self._begin(server, "broker has room again")
                 return False
-        except (OSError, errors.BrokerError) as error:  # such as no room for its configuration
+        except (OSError, errors.BrokerError) as error:  # e.g. no space for its configuration
             self._next_check = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
             trouble = f"nats-server cannot be started: {error}"
@@ -486,7 +486,7 @@ async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
         try:
             return {entry.value.pid for entry in await list_presences(broker, "pool")}
         except NotFoundError:
-            return set()  # the scheduler makes the bucket
+            return set()  # the scheduler creates the bucket
 
 
 def main(argv: Sequence[str] | None = None) -> int:

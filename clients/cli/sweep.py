@@ -35,11 +35,11 @@ _RANGE = re.compile(r"(-?[0-9][0-9.eE+-]*)\.\.(-?[0-9][0-9.eE+-]*)")
 _OPEN, _CLOSE = "[{", "]}"
 
 Point = Mapping[str, str]
-"""Value of each key that varies, as it is written in an override."""
+"""Value of each key that varies, in the form of an override."""
 
 
 class NumberRange(NamedTuple):
-    """Numbers from low to high, drawn evenly; evenly in their logarithm from a factor of 10 on."""
+    """Numbers from low to high, drawn uniformly; log-uniformly if their ratio is at least 10."""
 
     low: float
     high: float
@@ -55,7 +55,7 @@ class NumberRange(NamedTuple):
 
 
 def parse_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str] | NumberRange]]:
-    """Return the overrides that are the same for all runs, and the keys that vary.
+    """Return the overrides that all runs share, and the keys that vary.
 
     `learner.lr=1e-5,1e-4` are values, `learner.lr=1e-6..1e-4` is a range. Raises ConfigError.
     """
@@ -131,7 +131,7 @@ def _span(override: str, low: str, high: str) -> NumberRange:
 
 
 def _split(text: str) -> list[str]:
-    """Divide a text at its commas, but for those within brackets."""
+    """Split a text at its commas, except those within brackets."""
     parts, depth = [""], 0
     for char in text:
         depth += (char in _OPEN) - (char in _CLOSE)
@@ -213,7 +213,7 @@ def sweep(
 
 
 def _config_of(file: Path, same: list[str], name: str, number: int, point: Point) -> JobConfig:
-    """Return the configuration of one run; raises ConfigError for a key or value that is wrong."""
+    """Return the configuration of one run; raises ConfigError for a wrong key or value."""
     own = [f"name={name}-{number:03d}", f"group={name}"]
     return load_config(file, [*same, *(f"{key}={value}" for key, value in point.items()), *own])
 

@@ -126,7 +126,7 @@ def _submit(
     watched: list[str] = []
 
     async def work(pool: Pool) -> int:
-        # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
+        # Only keys that were set are sent; the scheduler adds the defaults and stores the result.
         values = with_tracker_settings(effective.model_dump(exclude_unset=True))
         values = resolve_paths(values, pool.broker.url, has_users=pool.has_users)
         record = await pool.submit(
@@ -165,7 +165,7 @@ def watch(run: str, /, *, common: Common = COMMON) -> int:
 def _detachable(
     url: str, work: Callable[[Pool], Awaitable[int]], watched: Sequence[str], *, as_json: bool
 ) -> int:
-    """Run `work`; Ctrl-C detaches, and `watched` holds the run's name once it is known."""
+    """Run `work`; Ctrl-C detaches. `watched` holds the run's name once it is known."""
     try:
         return with_pool(url, work)
     except KeyboardInterrupt:
@@ -198,7 +198,7 @@ async def _follow(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
 
 
 def _print_end(progress: RunProgress) -> None:
-    """Print how a run ended and what to do next."""
+    """Print how a run ended, and possible next commands."""
     record = progress.record
     if progress.validation:
         steps = sorted(progress.validation)

@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 
 
 class ClientOptions(TypedDict, total=False):
-    """Options of a package's client; what is not given is the package's default."""
+    """Options of a package's client; None: the package's default."""
 
     timeout: float | None
-    """How long a call may take, in seconds."""
+    """Time limit of a call in seconds."""
     max_retries: int | None
-    """How often a call that failed is sent again."""
+    """Maximum number of retries of a failed call."""
     default_headers: Mapping[str, str] | None
     """Headers of every call."""
     default_query: Mapping[str, object] | None
     """Query parameters of every call."""
     http_client: Any
-    """The client that sends the calls: of `httpx`, or what else the package's version takes."""
+    """The client that sends the calls: of `httpx`, or of another kind that the package accepts."""
 
 
 class SdkClients:
@@ -99,7 +99,7 @@ class SdkClients:
         if "http_client" not in chosen:
             is_async = name.startswith("Async")
             http_class = sdk.DefaultAsyncHttpxClient if is_async else sdk.DefaultHttpxClient
-            # Reading the certificates takes a tenth of a second per client.
+            # Clients share one context: loading the certificates takes a tenth of a second.
             chosen["http_client"] = http_class(verify=base_url.startswith("https:"))
         return getattr(sdk, name)(base_url=base_url, api_key=self.api_key, **chosen)
 
@@ -134,7 +134,7 @@ class AgentEpisode(SdkClients):
         self.openai_base_url = f"{lease.base_url}/v1"
         self.anthropic_base_url = lease.base_url
         self.variables: dict[str, str] = dict(lease.variables)
-        """Environment variables that give programs all of this."""
+        """Environment variables with the model, the key and the task for programs."""
 
     @property
     def is_over(self) -> bool:
@@ -246,9 +246,8 @@ class _LeasingEnvironment(HostedEnvironment):
 class AgentEnvironment(_LeasingEnvironment):
     """A function that is an agent's program, hosted in this process for one job.
 
-    `config` is the same object that is given to `set_config`; of it the keys of `env` and `agent`
-    are used here and override those of the job. If the function raises, its episode is tried
-    again.
+    `config` is the object for `set_config`; its keys of `env` and `agent` are used here and
+    override those of the job. If the function raises, its episode is tried again.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class AgentEnvironment(_LeasingEnvironment):
                 episode.end(**cast("dict[str, Any]", result))
             else:
                 episode.end(result)
-        except BaseException as error:  # the boundary to a user's function: it may do anything
+        except BaseException as error:  # a user's function may raise anything
             if ends_this_task(error):
                 raise
             episode.fail(_traceback(error))

@@ -1,7 +1,7 @@
 """Games hosted in the user's own process, with one connection to the pool.
 
-The host is the one that the pool's environment actors run. It runs in a thread with its own event
-loop, so that it is not blocked by the user's program.
+The pool's environment actors run the same host. Here it runs in a thread with its own event loop,
+so that the user's program does not block it.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 async def run_environment_host(host: "EnvironmentHost") -> AsyncIterator[None]:
     """Run a host for the duration of the block, which starts once episodes can be reset.
 
-    Its data are read for as long as it takes, and its game has the time of a reset to start. Raises
-    GameError or DataError if the game cannot be played. An error of the host later cancels the
-    block. Errors come in an exception group.
+    Reading its data has no time limit; the start of its game has that of a reset. Raises GameError
+    or DataError if the game cannot be played. A later error of the host cancels the block. Errors
+    come in an exception group.
     """
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -64,7 +64,7 @@ class HostedEnvironment(ABC):
     """An environment that this process hosts for one job: a context manager, or call `cleanup`."""
 
     def __init__(self, job_id: str | None, api_key: str | None) -> None:
-        """Prepare to host; without `api_key` that of $TINKERMQ_API_KEY counts."""
+        """Prepare to host; `api_key` is by default $TINKERMQ_API_KEY."""
         self.job_id = job_id
         self._api_key = api_key
         self._loop: LoopThread | None = None
@@ -82,7 +82,7 @@ class HostedEnvironment(ABC):
     async def wait_until_over(
         self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
     ) -> None:
-        """Wait until hosting shall end."""
+        """Wait until hosting should end."""
         del broker, address
         await stopping.wait()
 
@@ -165,18 +165,18 @@ def _wait_until_ready(ready: "Future[None]", hosting: "Future[None]") -> None:
             hosting.result()
 
 
-# Games that run inside the user's own process, and reach the pool through one connection.
+# Games in the user's own process, with one connection to the pool.
 #
-# `GameEnvironment` hosts any game class, also one defined in a notebook: nothing is pickled, the
-# class is played here by the same host that the pool's environment actors run.
+# `GameEnvironment` hosts any game class, also one defined in a notebook: nothing is pickled, since
+# the class is played here, by the same host as in the pool.
 
 
 class GameEnvironment(HostedEnvironment):
     """A game that generates its own states, hosted in this process for one job.
 
-    `config` is the same object that is given to `set_config`; of it only the keys of `env` are
-    read here (`val_batch_size`, `env.workers`, `seed` …). `game_kwargs` go to the game's
-    constructor. Use it as a context manager, or call `cleanup` at the end.
+    `config` is the object for `set_config`; only its keys of `env` are read here (`val_batch_size`,
+    `env.workers`, `seed` …). `game_kwargs` go to the game's constructor. Use it as a context
+    manager, or call `cleanup` at the end.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class GameEnvironment(HostedEnvironment):
     ) -> None:
         """Prepare to host `game_class`; hosting starts with `setup`.
 
-        `reward_function` is called here at the end of each episode, as `env.reward` says it.
-        Without `api_key` that of $TINKERMQ_API_KEY counts.
+        `reward_function` is called here, as `env.reward` configures it. `api_key` is by default
+        $TINKERMQ_API_KEY.
         """
         super().__init__(job_id, api_key)
         self.game_class = game_class
@@ -244,7 +244,7 @@ class MathGameEnvironment(GameEnvironment):
         api_key: str | None = None,
         reward_function: Callable[..., Any] | None = None,
     ) -> None:
-        """Prepare to host `game_class` on parquet or JSONL files of this machine."""
+        """Prepare to host `game_class` with parquet or JSONL files of this machine."""
         super().__init__(game_class, config, game_kwargs, job_id, api_key, reward_function)
         self.data_paths = _paths(data_paths)
         self.val_data_paths = _paths(val_data_paths or ())

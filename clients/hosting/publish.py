@@ -36,7 +36,7 @@ _RETRY_S = 0.5
 _TASKS_AT_ONCE = 1_000
 _UNKNOWN = 2**31 - 1
 _ROOM_BYTES = 1 << 14
-"""Of a message, for what the learner adds to a task."""
+"""Bytes of a message that are reserved for the fields that the learner adds to a task."""
 
 
 class AsyncTrajectoryPublisher(PoolClient):
@@ -65,8 +65,8 @@ class AsyncTrajectoryPublisher(PoolClient):
 
         Raises MessageError with the violated rule, DeadlineError.
         """
-        # What can be checked is checked before a number is taken: an unused one blocks the job
-        # until its reservation runs out.
+        # All possible checks come before a number is reserved: an unused one blocks the job until
+        # its reservation expires.
         unnumbered = self._group(trajectories, _UNKNOWN, sample, self._limits)
         broker = (await self._connected()).broker
         log = RolloutLog(broker, self._address.scope)
@@ -203,7 +203,7 @@ class AsyncTrajectoryPublisher(PoolClient):
 class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
     """Publishes finished trajectories, or tasks, of an external agent into one job.
 
-    Works inside a running event loop, too; async code takes `AsyncTrajectoryPublisher`.
+    Works inside a running event loop, too; use `AsyncTrajectoryPublisher` in async code.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ def _spec(task: control.TaskSpec | Mapping[str, Any]) -> control.TaskSpec:
         raise errors.MessageError(f"a task is malformed: {summarize(error)}") from error
 
 
-# Trajectories from plain lists, for agents that are not ours.
+# Trajectories from plain lists, for external agents.
 
 
 def make_trajectory(
@@ -339,7 +339,7 @@ def make_trajectory(
 def _numbers(name: str, values: Any) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # of torch: `detach` it first
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of torch: `detach` it first
         raise errors.MessageError(
             f"{name} cannot be an array of numbers: {error}", hint=f"it is {_shown(values)}"
         ) from error
@@ -353,7 +353,7 @@ def _numbers(name: str, values: Any) -> NDArray[Any]:
 
 def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
     array = _numbers(name, values)
-    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is compared below
+    with np.errstate(invalid="ignore", over="ignore"):  # wrong lengths are found below
         exact = array.astype(dtype)
     if exact.ndim != 1:
         raise errors.MessageError(f"{name} must have 1 dimension, has {exact.ndim}")

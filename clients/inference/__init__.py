@@ -1,1 +1,1 @@
-"""Playing games with a model that is served."""
+"""Play games with a served model."""

@@ -27,7 +27,7 @@ DEFAULT_CONTEXT = 4096
 
 
 class ModelSource(NamedTuple):
-    """The parts of a submission of kind `infer`."""
+    """The fields of a submission of kind `infer`."""
 
     config: dict[str, Any]
     fork_of: str | None = None
@@ -88,7 +88,7 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
             hint="give a training run, or the model folder",
         )
     config = record.settings
-    if config.get("generator", {}).get("count") == 0:  # external agents made its rollouts
+    if config.get("generator", {}).get("count") == 0:  # its rollouts were made by external agents
         config = merged(config, {"generator": {"count": 1}})
     if step is None and record.state not in FINAL_STATES:
         return ModelSource(config, follow=record.job)
@@ -134,7 +134,7 @@ def _positions(folder: Path | None) -> int:
         text = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
         return int(json.loads(text).get("max_position_embeddings", DEFAULT_CONTEXT))
     except (OSError, ValueError, TypeError, KeyError):
-        return DEFAULT_CONTEXT  # the server reports what is wrong with the folder
+        return DEFAULT_CONTEXT  # the server reports the error in the folder
 
 
 def with_options(
@@ -169,7 +169,7 @@ def with_options(
 
 
 START_S = 600.0
-"""Longest wait for a model to be loaded."""
+"""Maximum wait until a model is loaded."""
 _POLL_S = 0.2
 
 

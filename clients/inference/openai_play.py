@@ -101,11 +101,11 @@ class ChatAnswer:
     num_tokens: int
     model: str
     cut: bool = False
-    """It reached its limit of tokens."""
+    """Whether it was cut by its token limit."""
 
 
 class _Transient(Exception):
-    """A failure after which a retry may succeed."""
+    """A failed call that a retry may repair."""
 
 
 def _send(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class ResultFile:
             with path.open("r+b") as file:
                 file.truncate(whole)
         for number, line in enumerate(raw[:whole].splitlines(), 1):
-            if line.startswith(b"{") and not line.endswith(b"}"):  # cut when a process died
+            if line.startswith(b"{") and not line.endswith(b"}"):  # the line of a process that died
                 _log.warning("line_cut", file=str(path), line=number)
                 continue
             self._read_line(line, f"line {number} of {path}")
@@ -197,9 +197,9 @@ class Tasks:
     rows: bool
     """Whether tasks are rows."""
     seed: int
-    """Determines the seeds of rows and validation tasks."""
+    """Seed from which the seeds of rows and validation tasks follow."""
     numbered: bool = False
-    """Tasks are numbers of seeds, in the validation of a generated game."""
+    """Whether tasks are numbers of seeds, as in the validation of a generated game."""
 
     def start(self, task: int) -> dict[str, Any]:
         """Return the fields of a play request for the episode's start."""
@@ -293,7 +293,7 @@ class PlayOptions:
     token_ids: bool = False
     """Keep the token ids in the results."""
     on_start: Callable[[int, int], None] | None = None
-    """Called with the number of episodes, and of those already in the file."""
+    """Called with the number of episodes, and the number of those already in the file."""
     on_result: Callable[[EpisodeResult], None] | None = None
     """Called with each episode."""
 
@@ -398,7 +398,7 @@ async def play_all(
 
 
 async def _store_results(file: ResultFile, result: EpisodeResult) -> None:
-    """Write a result, after waiting for disk space if there is none."""
+    """Write a result; wait while the disk is full."""
 
     async def add() -> None:
         file.add(result)

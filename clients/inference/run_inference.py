@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ...envs import AbstractGame
 
 
-# The inference job of a caller: by URL, by name, or one started for the call.
+# The inference job of a call: named by URL or name, or started for the call.
 
 _HTTP = {"http", "https"}
 
@@ -220,7 +220,7 @@ run_inference = make_blocking(run_inference_async)
 
 
 class _Hosting(NamedTuple):
-    """The host of the game: a session of this process, or without one the pool."""
+    """The host of the game: a session of this process, or else the pool."""
 
     session: str = ""
     num_rows: int | None = None

@@ -71,7 +71,7 @@ class GymnasiumGame(AbstractGame):
             return self._show(observation)
 
     def step(self, action: str) -> StepResult:
-        """Play an action; an invalid one is not played, and the policy reads so."""
+        """Play an action; for an invalid one, return a message instead."""
         action_value = self._action(self.parse_action(action))
         if action_value is None:
             message = f"That is not an action. {self._say_actions()}"
@@ -148,10 +148,10 @@ class GymnasiumGame(AbstractGame):
         return (action,) if space.contains(action) else None
 
     def _read(self, space: Any, value: Any) -> Any:
-        """Return the value of a space for a JSON value; raises for an invalid one."""
+        """Return the value of a space for a JSON value; raises an error for an invalid one."""
         spaces = self._gym.spaces
         if isinstance(space, spaces.Dict | spaces.Tuple):
-            inner: Any = space.spaces  # which gymnasium reads from a list for each, not from one
+            inner: Any = space.spaces  # gymnasium reads these from one list per value
             if len(value) != len(inner):
                 raise ValueError
             if isinstance(inner, Mapping):

@@ -8,10 +8,10 @@
           - {name: search, url: "https://search.example/mcp", key_variable: SEARCH_KEY}
         allowed_hosts: [search.example]
 
-The rows of the data ask the questions; the policy calls the servers' tools, and a turn without a
-call is its answer, which `env.reward` judges. An episode has sessions of its own with the servers,
-each opened by the first call that needs it; with `shared` all episodes of a host have one. Tools of
-several servers that clash are called `SERVER_TOOL`.
+Questions are rows of the data. The policy calls the servers' tools; a turn without a call is its
+answer, which `env.reward` scores. Each episode has its own sessions with the servers, opened by the
+first call that needs them; with `shared` all episodes of a host share one. Tools with the same name
+at several servers are called `SERVER_TOOL`.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class McpGame(AsyncToolGame):
         return ""
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a tool at its server; the policy reads a refusal."""
+        """Call a tool at its server; a refusal becomes the result."""
         number, tool = toolbox(self._servers).owners[name]
         session = await self._session(number)
         text, failed = await session.call(tool, arguments)
@@ -90,7 +90,7 @@ class McpGame(AsyncToolGame):
         return ToolResult(text or "(no output)", info={"failed_calls": self._num_failed})
 
     def answer(self, text: str) -> StepResult:
-        """Take the policy's answer, which ends the episode; `env.reward` judges it."""
+        """End the episode with the policy's answer, which `env.reward` scores."""
         del text
         self.close()
         return StepResult("", 0.0, done=True)
@@ -236,7 +236,7 @@ def toolbox(servers: Sequence[GameServer]) -> Toolbox:
         if key not in _toolboxes:
             listed: list[list[dict[str, Any]]] = []
             failed: list[BaseException] = []
-            # a thread with an event loop of its own: the caller may have one that runs
+            # in a thread with its own event loop, since the caller may be in a running one
             thread = threading.Thread(target=_list, args=(servers, listed, failed), daemon=True)
             thread.start()
             thread.join()

@@ -90,11 +90,11 @@ class GameServer(McpServer):
 
 
 class McpServerError(GameError):
-    """A server cannot be used, has died, or sent an invalid answer; its session is over."""
+    """A server cannot be used, has died, or sent an invalid answer; the session is over."""
 
 
 class CallRefused(GameError):
-    """A server answered a request with an error; its session continues."""
+    """A server answered a request with an error; the session continues."""
 
 
 class Channel(Protocol):
@@ -159,14 +159,14 @@ def _answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Budget:
-    """Limits of a server's messages before an answer."""
+    """Bytes that a server may still send before an answer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._num_bytes = self._num_messages = 0
 
     def take(self, *, num_bytes: int = 0, messages: int = 0) -> None:
-        """Count; McpServerError past the bounds."""
+        """Count bytes; McpServerError beyond the bounds."""
         self._num_bytes += num_bytes
         self._num_messages += messages
         if self._num_bytes > _MAX_BYTES or self._num_messages > _MAX_MESSAGES:
@@ -378,7 +378,7 @@ class _Start:
 
 
 class _Printed:
-    """The end of a program's standard error, read at intervals."""
+    """The end of a program's standard error, which is read at intervals."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, file: int) -> None:
         self._loop = loop
@@ -468,7 +468,7 @@ class HttpChannel:
                 await self._body(reply)
 
     def close(self) -> None:
-        """End the session, and tell the server if it has named one."""
+        """End the session, and report this to a server that has named one."""
         if not self._is_open:
             return
         self._is_open = False

@@ -5,8 +5,8 @@ starts in a sandbox, or over streamable HTTP. A session lists tools, calls them,
 and prompts. The official package is not used: importing it takes five times as long as all other
 imports of a host, and its client buffers anything that a server sends.
 
-An error of the server ends the session, and so the episode; the policy reads a refused call, or one
-whose answer is too long.
+An error of the server ends the session and the episode. A refused call, or one whose answer is too
+long, returns a message to the policy.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class McpSession:
         return self._server.shared
 
     async def begin(self) -> None:
-        """Shake hands; McpServerError for a server that speaks another version."""
+        """Agree on a version; McpServerError for a server without a supported one."""
         client = {"name": "tinkermq", "version": "1"}
         params = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}
         try:
@@ -163,7 +163,7 @@ class McpSession:
 
     def close_soon(self) -> None:
         """End the session, from any thread."""
-        with contextlib.suppress(RuntimeError):  # its loop has ended, and the session with it
+        with contextlib.suppress(RuntimeError):  # its event loop has ended, and the session with it
             self._loop.call_soon_threadsafe(self.close)
 
     def _text(self, method: str, result: Mapping[str, Any], key: str) -> str:
@@ -187,7 +187,7 @@ class McpSession:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a call without an answer leaves the session usable, as over HTTP."""
+        """Whether the session stays usable after a call without an answer, as over HTTP."""
         return self.is_shared and not self._server.command
 
     @property
@@ -207,7 +207,7 @@ def _refusal(error: Any) -> str:
 def _part_text(part: Any) -> str:
     """Return a part of an answer as text; TypeError or KeyError for an invalid one.
 
-    Images and sound are named, not shown.
+    Images and sound are replaced by a note.
     """
     fields = cast("dict[str, Any]", _typed(part, dict))
     if "role" in fields:  # a message of a prompt
@@ -289,7 +289,7 @@ def _is_usable(task: "asyncio.Task[McpSession]") -> bool:
 
 
 async def _new_session(server: mcp_channels.GameServer) -> McpSession:
-    """Open a session once there is a place for it."""
+    """Open a session as soon as the server's limit allows it."""
     limit_s = server.start_timeout_s
     places = _here().places.setdefault(server.key(), asyncio.Semaphore(server.max_sessions))
     try:

@@ -125,7 +125,7 @@ class OpenEnvGame(AsyncToolGame):
         start_s: float = 25.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Name the servers, or what to start: one of `url`, `image` and `package`.
+        """Name the servers, or how to start them: by one of `url`, `image` and `package`.
 
         `url` may be a list of servers of the same environment. `package` is `module:app` for the
         interpreter `python`, by default this one; `image` is a container image whose server listens
@@ -319,7 +319,8 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else _CONTROL.sub("", _ESCAPE.sub("", text))
 
 
-# -- what an environment is ------------------------------------------------------------------------
+# -- facts about an environment
+# ------------------------------------------------------------------------
 
 
 class Environment:
@@ -355,7 +356,7 @@ class Environment:
             return self._pools[loop]
 
     def _ended(self, ended: SessionPool) -> None:
-        """End our own servers with the last event loop that uses them."""
+        """End servers that were started here after the last event loop that uses them."""
         with self._pools_lock:
             self._pools = {loop: pool for loop, pool in self._pools.items() if pool is not ended}
             if not self._pools:
@@ -363,7 +364,7 @@ class Environment:
                     server.stop()
 
     def _asked(self) -> Facts:
-        """Ask the first reachable server."""
+        """Send a request to the first reachable server."""
         failure: ServerAway | None = None
         for server in self._servers:
             url = server.start() if server.start else server.name
@@ -529,7 +530,7 @@ def _checked_urls(urls: Any) -> tuple[str, ...]:
 
 def _checked_url(url: Any) -> str:
     text = url if isinstance(url, str) else ""
-    with contextlib.suppress(ValueError):  # a port that is no number
+    with contextlib.suppress(ValueError):  # a port that is not a number
         parts = urlsplit(text)
         scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
         has_more = parts.username or parts.password or parts.query or parts.fragment
@@ -598,7 +599,7 @@ class StartedProcess:
     """Returns the end of its output."""
 
     def is_there(self) -> bool:
-        """Return whether it still runs; a slow one does."""
+        """Return whether it still runs, even if it answers slowly."""
         if self.process.poll() is not None:
             return False
         address = urlsplit(self.url)
@@ -621,7 +622,7 @@ class StartedServer:
     """A server that this process starts; it ends with this process, even a killed one."""
 
     def __init__(self, name: str, launch: Callable[[], StartedProcess], start_s: float) -> None:
-        """It must answer within `start_s`."""
+        """Prepare a server, which must answer within `start_s`."""
         self.name = name
         self._launch = launch
         self._start_s = start_s
@@ -665,7 +666,7 @@ class StartedServer:
 
 
 def _started(options: OpenEnvOptions) -> list[StartedServer]:
-    """Return our own servers, not yet started."""
+    """Return the servers of a configuration that are started here, not yet started."""
     if not 1 <= options.copies <= _MOST_URLS:
         raise GameError(f"env.kwargs.copies={options.copies} is not between 1 and {_MOST_URLS}")
     launch: Callable[[], StartedProcess]

@@ -36,7 +36,7 @@ REQUEST_S = 10.0
 """Time limit of an HTTP request, and of the answer to a session's end."""
 _MAX_QUEUED_FRAMES = 4
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
-"""Delays between two requests to a server that was full or away."""
+"""Delays before another request to a server that was full or unreachable."""
 _SHOWN_CHARS = 300
 _TOO_BIG, _NOT_UTF8 = 1009, 1007
 """Codes with which a WebSocket connection is closed."""
@@ -46,7 +46,7 @@ T = TypeVar("T")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-# -- what is sent ----------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------
 
 
 class Observation(BaseModel):
@@ -99,7 +99,7 @@ class Access:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------
 
 
 class OpenEnvError(GameError):
@@ -190,7 +190,7 @@ class HttpRoutes:
             headers=headers,
             timeout=REQUEST_S,
             trust_env=not is_local(url),
-            verify=url.startswith("https:"),  # to read the authorities' certificates takes long
+            verify=url.startswith("https:"),  # loading the certificate authorities is slow
         )
 
     async def __aenter__(self) -> Self:
@@ -255,7 +255,7 @@ class HttpRoutes:
 
 
 def is_local(url: str) -> bool:
-    """Return whether a URL is of this machine, which is reached without a proxy."""
+    """Return whether a URL names this machine, which is reached without a proxy."""
     host = urlsplit(url).hostname or ""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -317,7 +317,7 @@ class OpenEnvSession:
         return self._observation("step", await self._request("step", action))
 
     async def close(self) -> None:
-        """End the session; returns once the server has freed its place, or a while later."""
+        """End the session; return once the server has freed its place, or after a while."""
         try:
             with contextlib.suppress(self._websockets.ConnectionClosed, OSError, TimeoutError):
                 async with asyncio.timeout(REQUEST_S):
@@ -333,7 +333,8 @@ class OpenEnvSession:
     async def _request(self, kind: str, data: Mapping[str, Any]) -> _Frame:
         message = json.dumps({"type": kind, "data": data})
         try:
-            # a server that refuses a session says so and closes: its answer may be there already
+            # a server that refuses a session sends an error and closes; the error may have arrived
+            # already
             with contextlib.suppress(self._websockets.ConnectionClosed):
                 await self._connection.send(message)
             answer = await self._connection.recv()
@@ -396,9 +397,9 @@ class RemoteOpenEnv:
     name: str
     """Its URL, or the name of its package or image."""
     start: Callable[[], str] | None = None
-    """Starts it unless it runs, and returns its URL; None: it is not ours."""
+    """Starts it unless it runs, and returns its URL; None: it was started elsewhere."""
     limit: int | None = None
-    """Most sessions, as far as it has told."""
+    """Known limit of its sessions."""
     num_open: int = 0
     """Our sessions."""
     asked_again: float = 0.0
@@ -416,7 +417,7 @@ class RemoteOpenEnv:
 
 
 class PooledSession:
-    """A session that frees its place when it is closed or its owner is gone."""
+    """A session that frees its place when it is closed or its owner is collected."""
 
     def __init__(self, pool: "SessionPool", server: RemoteOpenEnv, session: OpenEnvSession) -> None:
         self._pool = pool
@@ -472,7 +473,7 @@ class SessionPool:
     ) -> tuple["PooledSession", Observation]:
         """Begin an episode; return its session and the first observation.
 
-        The session is closed when `owner` is gone. Raises OpenEnvError.
+        The session is closed when `owner` is garbage collected. Raises OpenEnvError.
         """
         self._num_waiting += 1
         limit = asyncio.timeout(self._wait_s)
@@ -506,7 +507,7 @@ class SessionPool:
     async def _begun(
         self, server: RemoteOpenEnv, arguments: Mapping[str, Any]
     ) -> tuple[PooledSession, Observation]:
-        """Open a session at a server with a reserved place, and reset it."""
+        """Open a session in a reserved place of a server, and reset it."""
         session: OpenEnvSession | None = None
         try:
             url = await asyncio.to_thread(server.start) if server.start else server.name
@@ -536,7 +537,7 @@ class SessionPool:
                     await self._freed.wait()
 
     def end(self, server: RemoteOpenEnv, session: OpenEnvSession) -> None:
-        """Close a session and free its place once the server has."""
+        """Close a session, and free its place after the server has closed it."""
         task = asyncio.create_task(self._end(server, session), name="openenv close")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -551,7 +552,7 @@ class SessionPool:
     def _free(self, server: RemoteOpenEnv) -> None:
         server.num_open -= 1
         if server.limit is not None and server.num_open + 1 >= server.limit:
-            server.asked_again = 0.0  # it was full by ours alone, and has room now
+            server.asked_again = 0.0  # it was full because of our session alone, and has room now
         self._freed.set()
 
     def _say_full(self, server: RemoteOpenEnv) -> None:
@@ -589,4 +590,4 @@ class SessionPool:
             for session in self._sessions:
                 session.abort()
             ended(self)
-            await asyncio.sleep(0)  # the loop closes them in its next turn
+            await asyncio.sleep(0)  # the event loop closes them in its next iteration

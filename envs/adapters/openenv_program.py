@@ -31,10 +31,10 @@ from ..registry import Extra, extra
 _PACKAGE = Extra("openenv", "pip install openenv")
 _WEBSOCKETS = extra("websockets", "openenv")
 _RESET = {"base_url": "{openai_base_url}", "api_key": "{api_key}", "model": "{model}"}
-"""Default parameters of the reset of a server elsewhere (`--reset`)."""
+"""Default reset parameters for a server elsewhere (`--reset`)."""
 _MAX_BYTES = 64 << 20
 _PING_TIMEOUT_S = 600.0
-"""For a server that is busy; `agent.timeout_s` bounds the episode."""
+"""Time to wait for a busy server; `agent.timeout_s` bounds the episode."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _parameters(
 
 
 def _filled(value: Any, access: Mapping[str, str]) -> Any:
-    """Return a value with the episode's values in place of names in braces."""
+    """Return a value with names in braces replaced by the episode's values."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
         return {key: _filled(item, access) for key, item in items}
@@ -184,7 +184,7 @@ class _Here:
 
 
 class _Elsewhere:
-    """An environment of a server, on one WebSocket."""
+    """An environment on a server, over one WebSocket."""
 
     def __init__(self, url: str) -> None:
         client: Any = _WEBSOCKETS.load("sync.client")

@@ -1,8 +1,7 @@
 """Tasks of reasoning-gym: one question, one answer, judged by the task's own scorer.
 
 The policy answers between `<answer>` and `</answer>`, or, for models that do not write tags, in its
-last line. The reward is the scorer's, from 0 to 1: many tasks give a part for an answer that is
-partly right.
+last line. The reward is the score, from 0 to 1; many tasks give partial credit.
 """
 
 import difflib
@@ -17,7 +16,7 @@ from ..running.global_random import GlobalRandom
 
 FULL_SCORE = 1.0
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)
-"""Errors of scorers that misread an answer."""
+"""Errors that scorers raise for answers that they cannot parse."""
 SYSTEM_PROMPT = (
     "Solve the task. Think first if you need to, then give the final answer, and nothing else, "
     "between <answer> and </answer>."

@@ -1,7 +1,7 @@
 """TextArena's games: alone, or against an opponent of yours.
 
-The policy sees the new text since its last turn, as TextArena writes it, without its own moves.
-Rewards come at the end, as TextArena gives them.
+The policy sees TextArena's new text since its last turn, without its own moves. Rewards are
+TextArena's, at the end of the game.
 """
 
 import difflib
@@ -153,7 +153,7 @@ class TextArenaGame(AbstractGame):
         return bool(state.done)
 
     def _show(self, seat: int) -> str:
-        """Return the new text for the player whose turn it is, without its own moves."""
+        """Return the new text for the player whose turn it is, without the player's own moves."""
         state = self._env.state
         news = state.get_current_player_observation()
         kinds = self._package.ObservationType
@@ -161,7 +161,7 @@ class TextArenaGame(AbstractGame):
         texts = [
             _worded(state, sender, text)
             for number, (sender, text, kind) in enumerate(news)
-            if isinstance(kind, kinds)  # some games note moves with their words in its place
+            if isinstance(kind, kinds)  # some games record moves in this field in their own words
             and not (kind == kinds.PLAYER_ACTION and sender in (seat, self._package.GAME_ID))
             and not (kind == kinds.GAME_BOARD and number != boards[-1])
         ]

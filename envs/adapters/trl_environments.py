@@ -6,9 +6,9 @@ and returns None or a text, which is appended to the last message of the row's p
 ends with a turn that calls no tool; then `get_reward`, where there is one, and the reward functions
 of `env.kwargs.reward_funcs` score it, as they do where a limit ends it.
 
-In place of the class may stand a function that returns an instance, or a map of those by name: then
-the column `environment` chooses one, whose tools alone are shown. A list with commas is such a map:
-`trl:words=games:Words,count=games:Counter`.
+The class may be replaced by a function that returns an instance, or by a map of such factories by
+name. Then the column `environment` chooses one, and only its tools are shown. A list with commas is
+such a map: `trl:words=games:Words,count=games:Counter`.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ Factory: TypeAlias = Callable[[], Any]
 
 
 class TrlGame(ToolGame):
-    """Play environment classes of TRL; `game_of` makes a class of this for some of them."""
+    """Play environment classes of TRL; `game_of` makes a subclass for given ones."""
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
     takes_rows: ClassVar[bool] = True
@@ -173,7 +173,7 @@ class TrlGame(ToolGame):
         return super().step(action)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a method; the policy reads its exception, as in TRL."""
+        """Call a method; its exception becomes the result, as in TRL."""
         try:
             with self._dice.lent():
                 result = _waited(getattr(self._environment, name)(**arguments))
@@ -393,7 +393,7 @@ def _no_reward(name: str) -> GameError:
 def game_of(target: str) -> type[TrlGame]:
     """Return the game of `module:Class`, or of `name=module:Class,…`.
 
-    Raises GameError for what cannot be imported or is not an environment.
+    Raises GameError for a class that cannot be imported or is not an environment.
     """
     factories = dict[str, Factory]()
     for name, place in _parts(target):

@@ -22,9 +22,9 @@ from ..running.global_random import GlobalRandom
 
 # The policy as an agent of a verifiers environment.
 #
-# The environment's own `run` drives the episode. Whenever it asks the agent for a turn, it waits
-# until the policy has written one: the policy is the agent, no endpoint and no program stand
-# between.
+# The environment's own `run` drives the episode. Whenever it requests a turn of the agent, it waits
+# until the policy has written one: the policy is the agent, without an endpoint or a program
+# between them.
 
 Reply = Callable[[list[Any]], "asyncio.Future[str]"]
 """Shows messages to the policy; the future is its answer."""
@@ -156,7 +156,7 @@ def _wants_runtime(function: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-# One episode of a verifiers environment, worked at between the turns of the policy.
+# One episode of a verifiers environment, which runs between the turns of the policy.
 
 
 class VerifiersEpisode:
@@ -193,7 +193,7 @@ class VerifiersEpisode:
         return trace
 
     def cancel(self) -> None:
-        """Give the episode up: its environment ends in the next iteration of the loop."""
+        """Abandon the episode: its environment ends in the next iteration of the event loop."""
         loop = self._run.get_loop()
         if not self._run.done() and not loop.is_closed():
             self._run.cancel()
@@ -235,7 +235,7 @@ class VerifiersEpisode:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all environments of this process; one works at a time."""
+    """Return the event loop of all environments of this process; one runs at a time."""
     loop = asyncio.new_event_loop()
     atexit.register(_close, loop)
     return loop

@@ -1,1 +1,1 @@
-"""Agent programs: what they send to a model, whichever API they speak. Pure."""
+"""Agent programs: episodes whose model calls come from a program, over any of the model APIs."""

@@ -20,7 +20,7 @@ from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_progra
 from .programs.task_environments import EnvironmentPlanner
 
 LIMIT_S = 120.0
-"""How long a program may take, unless its job allows less."""
+"""Time limit of a program, unless its job has a shorter one."""
 
 
 @dataclass(frozen=True)
@@ -31,47 +31,47 @@ class CallReport:
     parent: int | None
     """The call that it continues; None: a root."""
     differs: str
-    """Why it continues no earlier call; empty: it does, or there is none."""
+    """Why it continues no earlier call; empty: it does, or it is the first."""
     messages: int
-    """Of its history."""
+    """Number of messages of its history."""
     new: int
-    """Of these, those behind the answer that it continues."""
+    """Number of messages after the answer that it continues."""
     tools: list[str]
     """Names of the tools that it may call."""
     streamed: bool
     choices: int
     refusal: str
-    """The code of the error that it got; empty: it was answered."""
+    """Code of the error in the reply; empty: it was answered."""
     trained: int
-    """How many of its answers would be trained, with the episode's reward."""
+    """Number of its answers that would be trained, with the episode's reward."""
     why: str
-    """Why they would be, or would not."""
+    """Why they would be trained or not."""
     main: bool
     """Whether it belongs to the main conversation."""
 
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a run of the program showed."""
+    """Report on a run of the program."""
 
     checks: list[CheckResult]
-    """Whether episodes of the program can be trained, and what keeps them from it."""
+    """Whether episodes of the program can be trained, and if not, why."""
     calls: list[CallReport]
     endpoints: dict[str, int]
-    """How often it sent which request: `POST /v1/responses`."""
+    """Number of requests by method and path: `POST /v1/responses`."""
     without_effect: list[str]
-    """Fields that it sent and that change nothing."""
+    """Fields of its requests without effect."""
     overruled: list[str]
-    """Sampling that it asked for, where the job's applies instead."""
+    """Sampling options of its requests that the job's own options replace."""
     rows: int
-    """Rows that the episode's calls make: leaves of their tree."""
+    """Number of training rows of the episode: leaves of the tree of calls."""
     outcome: str
     """How it ended; empty: the episode does not count."""
     reward: float | None
     posted: dict[str, object]
-    """What it posted to the episode's own endpoints."""
+    """Data that it posted to the episode's endpoints."""
     output: str
-    """The end of what it printed."""
+    """The end of its output."""
 
     @property
     def ok(self) -> bool:
@@ -89,8 +89,8 @@ async def check_program(
 ) -> AgentReport:
     """Run a job's program on one task, on this machine, against a scripted model.
 
-    Of Harbor tasks it is, unless a row is given, the first from `seed` on that runs here. Raises
-    what `open_program` and `LocalProgram.run` raise.
+    Without a row, it is the first Harbor task from `seed` on that runs here. Raises the errors of
+    `open_program` and `LocalProgram.run`.
     """
 
     async def speak(call: LocalCall) -> str:
@@ -162,15 +162,15 @@ def _result(outcome: Outcome, name: str, detail: str, hint: str = "") -> CheckRe
 # -- the script ------------------------------------------------------------------------------------
 
 _ENDS = ("final", "submit", "finish", "complete", "done")
-"""Words in the names of tools by which programs learn that the answer is final."""
+"""Words in the names of tools with which a model submits its final answer."""
 
 
 def scripted_answer(call: LocalCall) -> str:
     """Return an answer in the form in which models write tool calls.
 
-    The first answer calls a tool, if there is one; the next ends, by a tool for that or by a text.
-    Where the request demands a form, the answer has it. Answers hold what programs tend to change:
-    reasoning, white space, arguments spaced as no serialiser does.
+    The first answer calls a tool, if there is one; the next one ends the episode, by a tool for
+    that or by a text. An answer has the required form, if there is one. Answers contain parts that
+    programs tend to change: reasoning, white space, unusual spacing of arguments.
     """
     tools = {name: tool for tool in call.request.tools if (name := tool_name(tool))}
     called = {item.name for message in call.history for item in message.calls}
@@ -200,7 +200,7 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tool_name(tool: Mapping[str, Any]) -> str:
-    """Return its name; empty for a tool without one."""
+    """Return the name of a tool; empty for one without a name."""
     return str(function_of(tool).get("name") or "")
 
 
@@ -271,7 +271,7 @@ def _report_calls(run: LocalRun, train: str) -> list[CallReport]:
 
 
 def _difference(call: LocalCall, earlier: Sequence[LocalAnswer]) -> str:
-    """Return why a call continues none of the earlier answers; empty where it does."""
+    """Return why a call continues none of the earlier answers; empty if it does."""
     if call.parent is not None or not earlier:
         return ""
     near = max(earlier, key=lambda answer: (num_common(call.history, answer.path), answer.number))
@@ -286,7 +286,7 @@ def _difference(call: LocalCall, earlier: Sequence[LocalAnswer]) -> str:
 def _explain(
     answers: Sequence[LocalAnswer], why_not: Mapping[LocalAnswer, WhyNot], train: str
 ) -> str:
-    """Return why the answers to a call are trained, or why they, or some of them, are not."""
+    """Return why the answers to a call are trained, or why some or all are not."""
     reasons = [why for answer in answers if (why := why_not[answer])]
     if reasons:
         return WHY_NOT[reasons[0]]

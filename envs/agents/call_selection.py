@@ -2,7 +2,7 @@
 
 Pure. `agent.train` selects all answers that arrived (the default), those of the main conversation,
 those of conversations whose opening matches a pattern or does not, or (`alive`) those that may have
-contributed to the outcome, judging by later requests.
+contributed to the outcome, judged by later requests.
 
 `call_lines` formats an episode's calls, and why some are not trained.
 """
@@ -67,7 +67,7 @@ class Readers(Generic[OneCall]):
         self._with_short: dict[str, int] = {}
 
     def of(self, answer: OneCall) -> list[OneCall]:
-        """Return the calls that read an answer, in the order of their numbers."""
+        """Return the calls that read an answer, ordered by number."""
         readers = self._of(answer)
         return [call for call in self._calls if readers >> call.number & 1]
 
@@ -240,7 +240,7 @@ class AnsweredCall(Answered, Protocol):
 
     @property
     def digest(self) -> bytes:
-        """Independent of how the calls of an episode interleave."""
+        """Digest that is independent of how the calls of an episode interleave."""
         ...
 
 
@@ -252,8 +252,7 @@ def why_untrained(
 ) -> dict[Call, WhyNot]:
     """Return for each call why it is not trained, by the value of `agent.train`.
 
-    Calls whose numbers are in `left_out` are never trained. Raises ValueError for an unknown
-    value.
+    Calls with numbers in `left_out` are never trained. Raises ValueError for an unknown value.
     """
     why_not = _why_not(calls, which)
 
@@ -266,7 +265,7 @@ def why_untrained(
 
 
 def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
-    """Return the reason why `which` excludes a call."""
+    """Return why `which` excludes a call."""
     if which == "all":
         return lambda _: ""
     if which == "main":
@@ -287,7 +286,7 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
 def opening_of(messages: Sequence[CanonicalMessage]) -> str:
     """Return the text of a conversation that patterns are matched with.
 
-    It is that of its system messages or, without any, of its first message.
+    It is the text of the system messages or, without any, of the first message.
     """
     systems = [message.text for message in messages if message.role == "system"]
     return "\n".join(systems or [message.text for message in messages[:1]])
@@ -370,9 +369,9 @@ def _derived(calls: Sequence[Call]) -> set[Call]:
 class _Counting(Generic[Call]):
     """Finds the roots of the calls that may have contributed to the outcome.
 
-    The main conversation counts, and each one that the program continued. So do those that belong
-    to one that counts: which it has read, of the same agent, or which continue it. In these each
-    answer that arrived counts, even one that the program discarded: it acted upon it.
+    The main conversation counts, and each one that the program continued. So do conversations that
+    belong to one that counts: it has read them and they are of the same agent, or they continue it.
+    In these each answer that arrived counts, even a discarded one, since the program acted on it.
     """
 
     def __init__(self, calls: Sequence[Call], main: Call | None) -> None:
@@ -399,7 +398,7 @@ class _Counting(Generic[Call]):
         return self._readers.any(self._calls[root], counting) or self._takes_over(root, counting)
 
     def _is_same_agent(self, root: Call, other: Call) -> bool:
-        """Return whether two have the same tools or, without tools, the same system message.
+        """Return whether two conversations have the same tools or, without tools, system message.
 
         If the program continues no conversation, each of its prompts may be a new one.
         """
@@ -409,7 +408,7 @@ class _Counting(Generic[Call]):
         return same or system_of(root.given) == system_of(other.given)
 
     def _takes_over(self, root: Call, counting: Sequence[Call]) -> bool:
-        """Return whether one reads what counts and has its tools, or is the last call."""
+        """Return whether a call reads one that counts and has its tools, or is the last one."""
         mine = self._calls[root]
         same_tools = [call for call in counting if call.context == root.context]
         if self._readers.any(same_tools, mine):

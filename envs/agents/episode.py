@@ -11,12 +11,12 @@ from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, TinkermqError
 
 Outcome: TypeAlias = Literal["done", "failed", "timeout", "stuck", "crash"]
-"""How a program that counts has ended: done, failed by its own post, over its time, without a call
-for too long, or with an error. The model's limits are recorded where they apply."""
+"""How a program whose episode counts has ended: done, failed by its own post, over its time limit,
+without a call for too long, or with an error. Limits of the model are recorded as well."""
 
 
 class EpisodeOver(TinkermqError):
-    """A call of a program whose episode has ended, or with the key of another try."""
+    """A call came for an episode that has ended, or with the key of another try."""
 
     code = "episode_over"
     status = 410
@@ -24,7 +24,7 @@ class EpisodeOver(TinkermqError):
 
 
 class EpisodeLimit(TinkermqError):
-    """The calls or tokens of the episode are used up."""
+    """The episode has no calls or tokens left."""
 
     code = "episode_limit"
     status = 400
@@ -32,7 +32,7 @@ class EpisodeLimit(TinkermqError):
 
 
 class ContextTooLong(TinkermqError):
-    """A history that exceeds the model's context, with room for an answer."""
+    """A history leaves no room for an answer in the model's context."""
 
     code = "context_length_exceeded"
     status = 400
@@ -40,12 +40,12 @@ class ContextTooLong(TinkermqError):
 
     @classmethod
     def of(cls, num_tokens: int, most: int) -> Self:
-        """Return the error of a prompt with so many tokens; each API words it differently."""
+        """Return the error for a prompt with so many tokens; its text depends on the API."""
         return cls(f"{num_tokens} tokens > {most} maximum")
 
 
 class NoCalls(GameError):
-    """A program that ended without a call of the model: there is nothing to train."""
+    """A program ended without calling the model: there is nothing to train."""
 
     code: ClassVar[str] = "no_calls"
     boundary = "task"
@@ -94,7 +94,7 @@ class ProgramEpisode:
     said_end: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the program has posted its end."""
     over: str = ""
-    """Why calls are no longer answered; empty while they are."""
+    """Why calls are not answered any more; empty: they are answered."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at each call and post."""
 

@@ -154,11 +154,11 @@ class LeaseRunner:
         return await asyncio.shield(running)
 
     async def finish(self, episode: str) -> StepResult:
-        """Refuse: limits of games do not apply to programs."""
+        """Raise an error: limits of games do not apply to programs."""
         raise StateError(f"the program of episode {episode!r} has no turns to be cut")
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
-        """Refuse: programs have no roles."""
+        """Raise an error: programs have no roles."""
         raise StateError(f"the program of episode {episode!r} plays no role")
 
     def drop(self, episode: str) -> None:
@@ -222,7 +222,7 @@ class LeaseRunner:
                 continue
 
 
-# Requests: an episode starts when one is requested.
+# An episode starts when one is requested.
 
 
 class LeaseRequests:

@@ -51,9 +51,9 @@ class LocalCall:
     num_seen: int
     """Number of answers before it."""
     answers: "Sequence[LocalAnswer]" = ()
-    """Empty if it was refused."""
+    """Its answers; empty if it was refused."""
     refusal: str = ""
-    """The code of its error."""
+    """Code of its error; empty: none."""
 
     @property
     def new_messages(self) -> Sequence[CanonicalMessage]:
@@ -70,7 +70,7 @@ class LocalAnswer:
     """Its index among all answers of the episode."""
     reply: CanonicalMessage
     follows: "LocalAnswer | None" = None
-    """None: without a chat template no history is rendered again."""
+    """None, since without a chat template no history is rendered again."""
     delivered: bool = True
 
     @property
@@ -120,7 +120,7 @@ class LocalAnswer:
 
     @property
     def digest(self) -> bytes:
-        """Of equal conversations the earliest is the main one."""
+        """Number of the call: of equal conversations the earliest is the main one."""
         return (-self.number).to_bytes(8, signed=True)
 
 
@@ -141,7 +141,7 @@ class LocalModel:
     """Answers the calls of one program in place of a generator."""
 
     def __init__(self, broker: Broker, speak: Speak, max_calls: int) -> None:
-        """Answer with what `speak` returns, up to `max_calls` times."""
+        """Answer with the results of `speak`, up to `max_calls` times."""
         self.calls: list[LocalCall] = []
         """Calls, in their order."""
         self.answers: list[LocalAnswer] = []
@@ -259,7 +259,7 @@ class LocalRun:
     requests: Counter[tuple[str, int]]
     """Number of its HTTP requests (`POST /v1/responses`) by request and status."""
     result: StepResult | None
-    """Its end and its reward; None: the episode does not count."""
+    """End and reward of the program; None: the episode does not count."""
     error: TinkermqError | None = None
     """Why it does not count."""
 

@@ -24,7 +24,7 @@ from ..reasoning import tagged_or_last_line
 from ..registry import extra
 from ..write_data import write_rows
 
-# The list of ALFWorld's games: which there are in a folder, by split and type of task.
+# The list of ALFWorld's games in a folder, by split and type of task.
 #
 # The list is in the order of the files' names, so that all hosts with the same files have the
 # same. Listed are the games that ALFWorld itself plays: of a known type, without sliced or
@@ -61,7 +61,7 @@ class GameFile:
     """One game."""
 
     name: str
-    """Its folder within the data, which is the same on every host."""
+    """Its folder relative to the data, the same on every host."""
     task_type: str
     """Its type, one of six."""
 
@@ -160,10 +160,10 @@ class ALFWorldGame(AbstractGame):
     ) -> None:
         """Choose the games.
 
-        `data` is the folder with ALFWorld's games, by default $ALFWORLD_DATA or
-        ~/.cache/alfworld; `split` is train, seen or unseen; `task_types` some of the six, by
-        default all; `num_games` a fixed subset of that size, -1 for all. `max_steps` must not be
-        above rollout.max_turns, or the reward of a failure never comes.
+        `data` is the folder with ALFWorld's games, by default $ALFWORLD_DATA or ~/.cache/alfworld;
+        `split` is train, seen or unseen; `task_types` some of the six, by default all; `num_games`
+        a fixed subset of that size, -1 for all. `max_steps` must not be above rollout.max_turns, or
+        the reward of a failure is never given.
         """
         if not self.needs.installed:
             raise self.needs.missing()
@@ -277,7 +277,7 @@ class ALFWorldGame(AbstractGame):
 
 
 _idle: list[Any] = []
-"""Unused text worlds: each holds a planner of many megabytes."""
+"""Unused text worlds, kept since each has a planner of many megabytes."""
 
 
 def _borrow(game: ALFWorldGame) -> Any:

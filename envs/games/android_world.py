@@ -162,7 +162,7 @@ def _closed_on_error(file: IO[str]) -> Iterator[IO[str]]:
         raise
 
 
-# The prompt and the action: what the policy reads of a screen, and how its answer is parsed.
+# The text of a screen for the policy, and the parsing of its answer.
 
 ACTIONS = """\
 {"action_type": "click", "index": 3} (also double_tap, long_press)
@@ -298,9 +298,9 @@ class AndroidWorldGame(AbstractGame):
 
         `tasks` are names of the family's registry, by default all. Emulator i of this machine, of
         `emulators`, has console port `console_port` + 2·i and gRPC port `grpc_port` + i.
-        `max_steps` must not be above rollout.max_turns, or the reward of a failure never comes.
+        `max_steps` must not be above rollout.max_turns, or the reward of a failure is never given.
         `screenshots` puts the screen's pixels into info. `devices` is `package.module:Class` of
-        another edge to devices than this machine's emulators.
+        another interface to devices than this machine's emulators.
         """
         self._devices = _edge(devices, console_port, grpc_port, adb_path)
         for number in range(emulators):
@@ -377,7 +377,7 @@ class AndroidWorldGame(AbstractGame):
         return ""
 
     def _judge(self, complete: bool) -> StepResult:
-        """End the episode: the policy says that the task is done, or impossible."""
+        """End the episode, since the policy has declared the task done or impossible."""
         assert self._running is not None
         done = complete and self._running.score() > DONE_SCORE
         return self._end(

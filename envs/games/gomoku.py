@@ -38,7 +38,7 @@ CARELESS = 0.02
 SKILLED = 0.3
 """Share of them that look two moves ahead; the others are random free cells."""
 _TURNS = 4
-"""Most answers of a demonstration."""
+"""Maximum number of answers of a demonstration."""
 _OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
 _RATES = {
     outcome: {f"{name}_rate": float(name == outcome) for name in _OUTCOMES} for outcome in _OUTCOMES
@@ -73,9 +73,9 @@ class GomokuGame(AbstractGame):
         `max_total_steps` actions at most (40), the invalid ones included. A game starts from an
         empty board with `empty_board_prob` (0.2), else with up to `max_initial_moves` (6) stones.
         `opponent` is a player's name, or several to draw from for each task, or `self`: then the
-        policy plays both roles. `colour` is what the policy plays otherwise: `x`, `o`, or `both`
-        for one or the other. `board_text` is how a board is shown: as a `grid`, or as the list of
-        its `stones`.
+        policy plays both roles. Otherwise `colour` is the policy's: `x`, `o`, or `both` for a
+        random one. `board_text` is how a board is shown: as a `grid`, or as the list of its
+        `stones`.
         """
         self._size = board_size
         self._win_length = win_length
@@ -279,7 +279,7 @@ class GomokuGame(AbstractGame):
 
 
 def names_of(opponent: str | Sequence[str]) -> list[str]:
-    """Return the names of one opponent or several; ValueError for none."""
+    """Return the names of one opponent or several; ValueError if there is none."""
     names = [opponent] if isinstance(opponent, str) else list(opponent)
     if not names:
         raise ValueError("opponent is an empty list: name at least one")

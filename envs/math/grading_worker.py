@@ -32,12 +32,12 @@ def main() -> None:
     import math_verify
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 
-    logging.disable()  # it warns of the limits being left to us
+    logging.disable()  # math-verify warns that time limits are left to the caller
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     plain = NormalizationConfig(
         basic_latex=True,
-        units=False,  # they are read before: it would take the variables of 2h and 5m for some
+        units=False,  # read before: h and m of 2h and 5m may be variables
         malformed_operators=True,
         nits=True,
         boxed="all",
@@ -48,7 +48,7 @@ def main() -> None:
     ]
 
     def read(answer: str) -> list[Any]:
-        # the first match is the whole answer: a later one would be a piece of what cannot be read
+        # only the first match is the whole answer; a later one is a part of an unreadable answer
         return math_verify.parse(
             rf"\boxed{{{answer}}}", reading, extraction_mode="first_match", parsing_timeout=None
         )

@@ -5,7 +5,7 @@ r"""Make training data of published math sets from their original files, in verl
 - `math`: `problem`, `level`, `type` and `solution`, the answer in the solution's last `\boxed{}`;
   one JSON file for each problem below train/ and test/, as published, or parquet or JSONL.
 - `geo3k`: geometry3k with `images`, `problem` (with `<image>` tags) and `answer`, in parquet; the
-  images stay the bytes that they are.
+  bytes of the images are not changed.
 
 A set is a folder in which the files of a split have its name in theirs, or lie in a folder of that
 name.
@@ -33,7 +33,7 @@ _GEO3K_INSTRUCTION = (
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published set and the reading of its rows."""
+    """A published set, and how its rows are read."""
 
     data_source: str
     """The `data_source` of each row."""
@@ -194,7 +194,7 @@ def _row(
 
 
 def _image(image: Any, where: str) -> dict[str, Any]:
-    """Return an image as the hub stores it: its encoded bytes, and perhaps a name."""
+    """Return an image as the hub stores it: encoded bytes, possibly with a name."""
     content: Any = cast("dict[str, Any]", image).get("bytes") if isinstance(image, dict) else image
     if not isinstance(content, bytes):
         raise DataError(f"{where} has an image without bytes", hint="store images with their bytes")

@@ -90,7 +90,7 @@ _WORDS = {
 _FILLERS = frozenset(_WORDS["filling"].split())
 """Words beside a number that are not its unit."""
 _OTHER_STATEMENT = frozenset(_WORDS["another statement"].split())
-"""Words behind a number that make it another statement."""
+"""Words after a number that change its meaning."""
 _POWERS = {"square": 2, "sq": 2, "cubic": 3}
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "british pound", "¥": "yen", "₹": "rupee"}
 
@@ -162,7 +162,7 @@ class Measure:
     unit: Mapping[str, int]
     """Powers of the units and of counted things; empty: a bare number."""
     label: str = ""
-    """The name of what has this value: `x` of `x = 5`."""
+    """The name of the quantity: `x` of `x = 5`."""
     scale: int = 1
     """A factor that is written as a word: thousand."""
 
@@ -361,7 +361,7 @@ def without_units(text: str) -> tuple[str, list[dict[str, int]]]:
 
 
 def same_unit(unit: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Return whether two units may be the same; a bare number may have any.
+    """Return whether two units may be the same; a bare number matches any unit.
 
     For counted things one common name is enough: 18 dollars each are 18 dollars.
     """

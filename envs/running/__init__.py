@@ -1,1 +1,1 @@
-"""How games run: in this process, in threads, or in processes of their own."""
+"""Runs games in this process, in threads, or in processes of their own."""

@@ -1,7 +1,6 @@
 """The games of running episodes, in a worker thread or process.
 
-A game may do anything here: whatever it raises becomes a GameError with the end of the game's own
-traceback.
+Any exception of a game becomes a GameError with the end of the game's own traceback.
 """
 
 import ast
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
     import asyncio
 
 
-# Which calls of a game's source draw from the process-wide generator of `random`.
+# Finds calls in a game's source that draw from the process-wide generator of `random`.
 #
-# Read from the source and not from the generator's state, which other threads of a host move,
-# too.
+# The generator's state is no evidence, since other threads of a host change it, too.
 
 DRAWS_HINT = (
     "episodes of one task begin differently by it, and a replay may not find them again: draw from "
@@ -74,7 +72,7 @@ def global_draws(game_class: type) -> list[str]:
 
 
 def _parsed(source: str) -> ast.Module:
-    """Parse, and retry if another thread parses too: CPython 3.11 counts their depths together."""
+    """Parse, and retry if another thread parses too: CPython 3.11 adds up their depths."""
     for _ in range(_TRIES):
         with contextlib.suppress(SystemError):
             return ast.parse(source)
@@ -103,7 +101,7 @@ def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield what is imported under which name: `random`, or `random.choice`."""
+    """Yield each imported object and its name: `random`, or `random.choice`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((name.name, name.asname or name.name) for name in node.names)
@@ -118,7 +116,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Opening:
-    """What an episode starts from."""
+    """The start of an episode."""
 
     episode: str
     """Id of the episode."""
@@ -129,11 +127,11 @@ class Opening:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the game's `reset`."""
     split: Split = "train"
-    """The data that its task belongs to."""
+    """The data that contains its task."""
 
 
 class GameFacts(NamedTuple):
-    """What all episodes of a game share."""
+    """Facts that are the same for all episodes of a game."""
 
     name: str
     """Its name."""
@@ -175,7 +173,7 @@ class Episodes:
         self._turns: dict[str, _Turns] = {}
 
     def probe(self) -> GameFacts:
-        """Make one instance as a trial; return what all episodes share."""
+        """Make one instance as a trial; return the facts that all episodes share."""
         game = self._make()
         if draws := global_draws(self._class):
             _log.warning("game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT)
@@ -288,7 +286,7 @@ class Episodes:
         return result
 
     def _blaming(self, method: str) -> AbstractContextManager[None]:
-        """Turn what the block raises, in this method of the game, into a GameError."""
+        """Convert an exception of the block, in this method of the game, into a GameError."""
         return blaming(lambda error: game_failure(self._name, method, error))
 
     def _make(self) -> AbstractGame:
@@ -338,7 +336,7 @@ def refuse_async(game_class: type[AbstractGame]) -> None:
 
 
 def _played(game: AbstractGame, answer: Any) -> StepResult:
-    """Return the result of `step`; GameError for a malformed one."""
+    """Return the result of `step`; GameError if it is malformed."""
     result = check_result(game, answer)
     if game.roles and not result.done:
         check_role(game)
@@ -359,8 +357,8 @@ def _start(opening: Opening) -> dict[str, Any]:
 # Time limits of a game's calls.
 #
 # A runner's `end_overdue` is called a few times a second. It abandons and replaces an overdue
-# thread, kills a process, cancels a coroutine. The limit counts from when the game began the call,
-# not from when it was queued.
+# thread, kills a process, cancels a coroutine. The limit counts from the time at which the game
+# began the call, not from the queueing.
 
 LOOK_S = 0.1
 """Seconds between two checks for overdue calls."""
@@ -368,12 +366,12 @@ _OF_STEPS = frozenset({"step", "turn", "finish", "drop"})
 
 
 class GameHung(GameError):
-    """A call of a game that ran past its limit."""
+    """A call of a game exceeded its time limit."""
 
 
 @dataclass
 class TimedOut(StepResult):
-    """The end of an episode whose last action took the game too long (`env.on_step_timeout`)."""
+    """The end of an episode whose last action took too long (`env.on_step_timeout`)."""
 
 
 def end_of_hung(config: EnvConfig, error: GameHung) -> TimedOut:
@@ -410,7 +408,7 @@ class Call:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it has run past its limit."""
+        """Whether it has exceeded its limit."""
         return self.started is not None and time.monotonic() - self.started >= self.limit_s
 
     def hung(self, game: str) -> GameHung:
@@ -419,7 +417,7 @@ class Call:
 
 
 def hung(game: str, verb: str, limit_s: float) -> GameHung:
-    """Return the error of a game that ran past its limit."""
+    """Return the error of a game that exceeded its time limit."""
     key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
     return GameHung(
         f"{game} hung in {verb} for {limit_s:g} s",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _working = threading.RLock()
-_numpy: Any = np.random  # its stubs lack the generator behind its functions
+_numpy: Any = np.random  # the stubs lack the generator behind the module's functions
 
 
 class GlobalRandom:
@@ -27,7 +27,7 @@ class GlobalRandom:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Let the block draw from this episode's state."""
+        """Use this episode's state of the generators in the block."""
         with _working:
             outside = random.getstate(), _numpy.get_bit_generator()
             random.setstate(self._random)

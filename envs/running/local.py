@@ -25,11 +25,11 @@ from .episodes import Episodes, GameFacts, Opening, hung, is_async
 T = TypeVar("T")
 _MARGIN_S = 1.0
 FULL_MARKS = 1.0
-"""Best return of an episode, unless the game says another as `max_return`."""
+"""Best return of an episode, unless the game has another `max_return`."""
 
 
 class TooSlow(GameError):
-    """A call into the game took longer than its limit."""
+    """A call of the game took longer than its limit."""
 
 
 class LocalGame:
@@ -46,7 +46,7 @@ class LocalGame:
 
     def close(self) -> None:
         """End the event loop of async games."""
-        if not self._left_behind:  # else a thread that cannot be ended still uses it
+        if not self._left_behind:  # otherwise a thread that cannot be ended still uses it
             self._loop.close()
 
     def probe(self) -> str:
@@ -68,7 +68,7 @@ class LocalGame:
         return self._limited("__init__", Episodes(self.game_class, self.config.kwargs).probe)
 
     def start(self, seed: int, *, row: int | None = None, split: Split = "train") -> "LocalEpisode":
-        """Start an episode on a row of the data, by default row `seed` of the rows there are.
+        """Start an episode on a row of the data, by default row `seed` modulo the number of rows.
 
         Raises GameError, DataError, TooSlow.
         """
@@ -84,7 +84,7 @@ class LocalGame:
         plain: Callable[[], T],
         waiting: Callable[[], Coroutine[Any, Any, T]],
     ) -> T:
-        """Call into the game, by `waiting` if it is async, for as long as a host would wait."""
+        """Call the game, through `waiting` if it is async, for as long as a host would wait."""
         if not is_async(self.game_class):
             return self._limited(verb, plain)
         bounded = partial(self._bounded, verb, waiting)
@@ -109,7 +109,7 @@ class LocalGame:
     async def _bounded(self, verb: str, waiting: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.create_task(waiting())
         await asyncio.wait({task}, timeout=self._limit_s(verb))
-        if task.cancelled():  # not from here: the game has cancelled its own task
+        if task.cancelled():  # not cancelled from here: the game has cancelled its own task
             raise game_failure(self.game_class.__name__, verb, asyncio.CancelledError())
         if task.done():
             return task.result()

@@ -28,9 +28,9 @@ from .episodes import Call, GameFacts, Opening, TimeLimits, retrieve_error
 from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
-"""A worker process that has not answered by then, or within the time of a reset, is killed."""
+"""Time limit of a worker's start, at least the time of a reset; then the process is killed."""
 MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Bound on an answer of a process, which has checked itself what its games return."""
+"""Bound on an answer of a process, which has already checked the values of its games."""
 _RESET_TRIES = 3
 _EXIT_S = 2.0
 """A process that has closed its socket is killed after this time."""
@@ -39,7 +39,7 @@ SLOW_S = 0.5
 
 
 class WorkerGone(errors.GameError):
-    """The process that held an episode, or should have, was ended because of another episode."""
+    """The process of an episode, running or starting, was ended because of another episode."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Process:
     writer: asyncio.StreamWriter
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
     late: list[Call] = field(default_factory=list[Call])
-    """Calls made when it was closing: none of them caused its end."""
+    """Calls made while it was closing: none of them caused its end."""
     episodes: set[str] = field(default_factory=set[str])
     reader: "asyncio.Task[None] | None" = None
     is_closing: bool = False
@@ -72,7 +72,7 @@ class _Process:
     def kill(self) -> None:
         """Kill it with all processes that it started; does nothing once it has ended."""
         with contextlib.suppress(ProcessLookupError):
-            self.child.send_signal(signal.SIGSTOP)  # so that it starts no more
+            self.child.send_signal(signal.SIGSTOP)  # so that it starts no more processes
             started = set(descendants(self.child.pid)) - {self.child.pid}
             self.child.kill()
             for pid in started:
@@ -82,7 +82,7 @@ class _Process:
     async def hang_up(self) -> None:
         """Close its socket when it ends: a process that its games forked may hold the other end.
 
-        What it has sent can still be read.
+        Data that it has sent can still be read.
         """
         await self.child.wait()
         with contextlib.suppress(OSError):  # it is closed already
@@ -165,7 +165,7 @@ class ProcessRunner:
         return await self._played("step", episode, action)
 
     async def finish(self, episode: str) -> StepResult:
-        """Return what an episode earns that a limit ends."""
+        """Return the last result of an episode that a limit ends."""
         return await self._played("finish", episode)
 
     async def _played(self, verb: str, episode: str, *arguments: str) -> StepResult:
@@ -181,7 +181,7 @@ class ProcessRunner:
         return result
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
-        """Say whose turn it is, and what opens that role's conversation."""
+        """Return the role whose turn it is, and the messages that open its conversation."""
         process = await self._home(episode)
         role, prompt = await self._send(process, "turn", episode, (episode,))
         return role, prompt
@@ -255,14 +255,14 @@ class ProcessRunner:
             undone.enter_context(ours)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # a working folder's queue.py must not hide Python's
+                "-P",  # a queue.py in the working folder must not hide Python's
                 "-m",
                 f"{__package__}.worker",
                 str(theirs.fileno()),
                 str(os.getpid()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # what a game prints goes to the host's log
+                stdout=2,  # output of games goes to the host's log
             )
             undone.pop_all()
         incoming, writer = await asyncio.open_connection(sock=ours)

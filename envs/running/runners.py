@@ -84,7 +84,7 @@ class BoundedRunner(Runner, Protocol):
 
 
 class TimedRunner:
-    """A runner that measures for how long games are playing, and all its workers busy.
+    """A runner that measures how long games play, and how long all its workers are busy.
 
     A step that takes too long ends its episode here as the configuration says.
     """
@@ -186,14 +186,14 @@ def _importable(game_class: type[AbstractGame]) -> str:
     return target
 
 
-# Threads of the host's own process: the fastest way, for games that behave.
+# Threads of the host's own process: the fastest way, for games that neither hang nor crash.
 #
 # Worker threads take work from one queue and put finished work on another. They are woken once for
-# all calls of one turn of the event loop, and the loop once for all that finished meanwhile. A
-# thread cannot be killed: one that hangs past its limit is replaced, a bounded number of times.
+# all calls of one iteration of the event loop, and the loop once for all work that finished
+# meanwhile. A thread cannot be killed; a hung one is replaced, a bounded number of times.
 
 MAX_GIVEN_UP = 16
-"""Threads hung at the same time that are replaced; beyond that the host refuses calls."""
+"""Maximum number of hung threads that are replaced; beyond it the host refuses calls."""
 
 
 @dataclass
@@ -249,7 +249,7 @@ class ThreadRunner:
         self._queue: deque[_Work] = deque()
         self._num_new = 0
         self._wakes: SimpleQueue[bool] = SimpleQueue()
-        """A worker takes one and plays until the queue is empty; False ends a worker."""
+        """An entry wakes a worker, which plays until the queue is empty; False ends a worker."""
         self._finished: deque[_Work] = deque()
         self._waking = threading.Lock()
         self._workers: list[_Worker] = []
@@ -292,7 +292,7 @@ class ThreadRunner:
             self._refuse_queued()
 
     async def stop(self) -> None:
-        """Let the threads end; one that hangs ends with the process."""
+        """Let the threads end; a hung thread ends with the process."""
         for _ in self._workers:
             self._wakes.put(False)
 
@@ -319,7 +319,7 @@ class ThreadRunner:
         worker.thread.start()
 
     def _serve(self, worker: _Worker) -> None:
-        """Play the queue until stopped or given up."""
+        """Play queued calls until stopped or abandoned."""
         while self._wakes.get():
             while True:
                 try:
@@ -356,12 +356,12 @@ class ThreadRunner:
         self._num_given_up += 1
         if self._num_given_up <= MAX_GIVEN_UP:
             self._add_worker()
-            self._wakes.put(True)  # for work that it may have left in the queue
+            self._wakes.put(True)  # for work that may be left in the queue
         work.error = work.hung(self._name)
         work.finish()
 
     def _return_thread(self) -> None:
-        """Free the place of an abandoned thread that has ended after all."""
+        """Free the place of an abandoned thread that has ended."""
         self._num_given_up -= 1
         if len(self._workers) < self._num_workers:
             self._add_worker()
@@ -485,8 +485,7 @@ class AsyncRunner:
         return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))
 
 
-# An event loop for coroutines of users, in its own thread. What they raise becomes a
-# TinkermqError.
+# An event loop for coroutines of users, in its own thread. Their exceptions become TinkermqErrors.
 
 _END_S = 5.0
 
@@ -509,7 +508,7 @@ class ForeignLoop:
     def submit(self, call: Callable[[], Awaitable[Any]], blame: Blame) -> "asyncio.Future[Any]":
         """Run a coroutine in the loop; return a future of the caller's loop.
 
-        Cancelling the future cancels the coroutine. `blame` turns what it raises into an error.
+        Cancelling the future cancels the coroutine. `blame` converts its exceptions into errors.
         """
         future: asyncio.Future[Any] = self._home.create_future()
         self._waiting.add(future)
@@ -518,7 +517,7 @@ class ForeignLoop:
         return future
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Return whether the loop has been blocked for so long; to be called repeatedly."""
+        """Return whether the loop has been blocked for `limit_s`; call it repeatedly."""
         probed_at, now = self._probed_at, time.monotonic()  # the loop's thread may answer meanwhile
         if probed_at is None:
             self._probed_at = now
@@ -541,9 +540,9 @@ class ForeignLoop:
         self._thread.join(_END_S)
 
     def _turn(self) -> None:
-        """Turn until the end, also after a coroutine has stopped the loop, or raised SystemExit.
+        """Run the loop until the end, even if a coroutine stops it or raises SystemExit.
 
-        asyncio lets these two through; the task that awaits them gets them as well.
+        asyncio passes both on from the loop, and also to the awaiting task.
         """
         with (
             contextlib.suppress(BaseException),

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _pass(*_: Any) -> None:
-    """Ignore Ctrl-C: the host gets it as well, and decides what ends."""
+    """Ignore Ctrl-C: the host receives it as well, and ends its workers."""
 
 
 def _start(

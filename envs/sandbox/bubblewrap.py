@@ -41,11 +41,11 @@ _BINDS = {"read": "--ro-bind", "write": "--bind", "device": "--dev-bind"}
 _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 _CHUNK = 4096
 _launcher = ThreadPoolExecutor(1, thread_name_prefix="sandbox-launcher")
-"""A sandbox ends with the thread that started it: this thread runs as long as the process."""
+"""Thread that starts sandboxes: a sandbox ends with it, so it runs as long as the process."""
 
 
 class SandboxStartError(SandboxError):
-    """A sandbox that could not be set up."""
+    """A sandbox could not be set up."""
 
     def __init__(self, output: str) -> None:
         """`output` is what bubblewrap and Python printed."""
@@ -56,7 +56,7 @@ class SandboxStartError(SandboxError):
 
 
 class CommandError(SandboxError):
-    """A command that cannot be run in its sandbox."""
+    """A command cannot be run in its sandbox."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ async def start_in_thread(
 
 
 async def finish(work: Awaitable[T]) -> T:
-    """Await something to its end, even if this task is cancelled meanwhile."""
+    """Await an awaitable to its end, even if this task is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -245,7 +245,7 @@ async def finish(work: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        task.exception()  # which is looked at, and of less weight
+        task.exception()  # retrieved: the cancellation takes precedence
         raise asyncio.CancelledError
     return task.result()
 
@@ -261,7 +261,7 @@ def command_line(sandbox: Sandbox) -> list[str]:
         words += ["--hostname", sandbox.hostname]
     for name, value in sandbox.variables.items():
         words += ["--setenv", name, value]
-    if sandbox.root is not None:  # first: later mounts are below it
+    if sandbox.root is not None:  # mounted first: later mounts are below it
         words += ["--bind", str(sandbox.root), "/"]
     if sandbox.has_proc:
         words += ["--proc", "/proc"]
@@ -272,7 +272,7 @@ def command_line(sandbox: Sandbox) -> list[str]:
 
 
 def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
-    """Yield the options for mounts, and for the folders above them, which all users may enter."""
+    """Yield the options for mounts and for the folders above them, which all users may enter."""
     made = {"/"}
     for mount in mounts:
         for parent in reversed(Path(mount.path).parents):
@@ -293,7 +293,7 @@ def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
 
 
 def _rights(sandbox: Sandbox) -> list[str]:
-    """Return the options that drop root's capabilities; those to change the user go later."""
+    """Return the options that drop root's capabilities, but those to change the user."""
     if sandbox.is_caller:
         who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
         return ["--unshare-user", *who, "--cap-drop", "ALL"]
@@ -363,10 +363,10 @@ class _Files:
     channel: socket.socket
     theirs: socket.socket
     about: int
-    """Where bubblewrap reports the first process."""
+    """Pipe on which bubblewrap reports the first process."""
     about_in: int
     output: int
-    """Output until the program runs."""
+    """Pipe for output until the program runs."""
     output_in: int
     program_output: Sequence[int]
     """The program's own output and errors, once it runs."""
@@ -391,7 +391,7 @@ class _Files:
         return int(report.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))
 
     def give(self, orders: bytes, sockets: list[socket.socket]) -> str | None:
-        """Send `inside.py` its message once it runs, and receive the sockets that listen inside.
+        """Send the message to `inside.py` once it runs, and receive the sockets that listen inside.
 
         Returns None once the program runs, else the reason why it cannot. Raises EOFError.
         """
@@ -411,7 +411,7 @@ class _Files:
         return data
 
     def printed(self) -> str:
-        """Return the output, after everything that could print has ended."""
+        """Return the output, after all processes that could print have ended."""
         os.set_blocking(self.output, False)
         with contextlib.suppress(BlockingIOError):
             return os.read(self.output, 1 << 16).decode(errors="replace")
@@ -458,7 +458,7 @@ def _start_error(
 
 
 async def _readable(file: int) -> None:
-    """Wait until a descriptor can be read; that of a process, until it has ended."""
+    """Wait until a descriptor can be read; a process's descriptor can be read after its end."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
@@ -476,10 +476,10 @@ async def _readable(file: int) -> None:
 
 # The filter of system calls, a BPF program. See seccomp(2); the numbers are those of asm/unistd.h.
 #
-# Refused to all: new namespaces and mounts, access to other processes, kernel interfaces that no
-# game needs, and files that run as their owner or group. Programs with limits on memory may not use
-# memory files and System V segments, which evade them. A model's code may use Unix sockets only;
-# agent programs, hosted games and learners also IP sockets.
+# Refused in all sandboxes: new namespaces and mounts, access to other processes, kernel interfaces
+# that no game needs, and files that run as their owner or group. Programs with limits on memory may
+# not use memory files and System V segments, which evade them. A model's code may use Unix sockets
+# only; agent programs, hosted games and learners also IP sockets.
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
@@ -494,7 +494,7 @@ _SET_ID = 0o6000
 _CREATES = 0o100 | 0o20000000
 """O_CREAT and O_TMPFILE: with other flags the mode is not used."""
 _OPENAT2 = 437
-"""Its mode is in memory, which no filter can read."""
+"""System call whose mode is in memory, which no filter can read."""
 
 
 class _Machine(NamedTuple):

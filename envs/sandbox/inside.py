@@ -1,10 +1,10 @@
 """The first program of every sandbox: it reads what to run, then becomes the program.
 
-Started as `python -c <this file> FD` by `bubblewrap.py`; it imports nothing of ours, and little at
-all, since each start waits for it. It reads a marshalled message after a length of four bytes, from
-a socket that closes as the program begins; a reply before that, after a `!`, says why it cannot.
-For a program that must reach something outside of its own network, it listens in here and passes
-the sockets out: connections are accepted outside.
+Started as `python -c <this file> FD` by `bubblewrap.py`; it imports no module of tinkermq and few
+others, since each start waits for it. It reads a marshalled message after a length of four bytes,
+from a socket that closes as the program begins; a reply before that, after a `!`, is the reason why
+the program cannot run. If the program must reach an address outside of its network, this file
+listens inside and passes the sockets out: connections are accepted outside.
 """
 
 import marshal
@@ -71,7 +71,7 @@ def read_exactly(channel: int, length: int) -> bytes:
 
 
 def hand_out(channel: int, places: "list[str]") -> None:
-    """Listen in here, and pass the sockets to the outside."""
+    """Listen inside, and pass the sockets to the outside."""
     import socket
 
     listening: list[socket.socket] = []
@@ -110,7 +110,7 @@ def become(user: int) -> None:
 
 
 def take_limits(limits: "dict[str, int]") -> None:
-    """Set the kernel's limits; a limit that is lower already is not raised."""
+    """Set the kernel's limits; a lower limit is not raised."""
     for name, most in limits.items():
         which = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(which)[1]
@@ -119,7 +119,7 @@ def take_limits(limits: "dict[str, int]") -> None:
 
 
 def lead_session() -> None:
-    """Lead a session and a process group."""
+    """Become the leader of a session and a process group."""
     try:
         os.setsid()
     except OSError:

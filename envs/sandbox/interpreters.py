@@ -4,7 +4,7 @@ The sandbox shows no folder of users, no /etc and no programs: its root is empty
 system's libraries (/usr/lib), this interpreter (/python) and the packages asked for (/packages),
 all of it read-only, and a /tmp in memory. It has no network and only Unix sockets.
 
-The output of an interpreter is bounded and not trusted: what it prints goes to `text`, a byte on
+The output of an interpreter is bounded and not trusted: `text` receives its output, a byte on
 `done` ends a program, and all else (limits, the end of its processes) is decided outside.
 """
 
@@ -43,7 +43,7 @@ from .sandbox import (
 from .self_test import prove
 
 MAX_CODE_BYTES = 60_000
-"""A longer program is refused: no model answers so much."""
+"""Maximum length of a program; a longer one is refused."""
 
 Status = Literal["ok", "error", "exited", "time", "memory", "output", "disk"]
 _UNBOUNDED = 1 << 20
@@ -77,13 +77,13 @@ class SandboxSettings(Section):
     processes: int = Field(default=16, ge=1, le=1024)
     """Processes and threads at the same time."""
     output_kb: int = Field(default=64, ge=1, le=1024)
-    """A program that prints more is stopped."""
+    """Maximum output; a program that prints more is stopped."""
     disk_mb: int = Field(default=64, ge=1, le=1 << 20)
     """Size of its own /tmp, in memory."""
     packages: list[str] = Field(default_factory=lambda: ["numpy", "sympy"])
     """Installed packages that programs may import, with their requirements."""
     keep_state: bool = False
-    """Let the turns of an episode share variables and files, as the cells of a notebook do."""
+    """The turns of an episode share variables and files, like the cells of a notebook."""
     at_once: int = Field(default=0, ge=0, le=1024)
     """Programs of one environment host that run at the same time; 0: one per core."""
     max_sessions: int = Field(default=64, ge=1, le=1024, json_schema_extra=when("keep_state", True))
@@ -108,9 +108,10 @@ class Outcome:
     """The outcome of one program."""
 
     text: str
-    """What it printed, errors included, up to the limit."""
+    """Its output, errors included, up to the limit."""
     status: Status
-    """ok, error: it raised; exited: its interpreter ended; else the limit that stopped it."""
+    """ok; error: it raised an exception; exited: its interpreter ended; else the limit that stopped
+    it."""
     seconds: float
     """How long it ran."""
 
@@ -135,12 +136,12 @@ class CodeSession(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what runs in it."""
+        """Kill all processes in it."""
         ...
 
 
 class CodeSandbox(Protocol):
-    """Where programs of a model run; safe to use from many threads at once."""
+    """Runs programs of a model; safe to use from many threads at once."""
 
     def session(self) -> CodeSession:
         """Return an interpreter, which starts with its first program."""
@@ -181,7 +182,7 @@ class Interpreter:
     """A started interpreter; `run` programs in it, then `kill` it."""
 
     def __init__(self, sandbox: Sandbox, settings: SandboxSettings) -> None:
-        """Start it; SandboxError with what bubblewrap says when it does not start."""
+        """Start it; SandboxError with bubblewrap's message if it does not start."""
         self._settings = settings
         self._text, text_in = os.pipe()
         self._done, done_in = os.pipe()
@@ -229,7 +230,7 @@ class Interpreter:
         return Outcome(text, status, time.monotonic() - started)
 
     def freeze(self) -> None:
-        """Let nothing run between two programs: kill what was left running, stop the interpreter.
+        """Stop the interpreter between two programs, and kill processes that were left running.
 
         A sandbox that makes new processes faster than they can be ended is killed.
         """
@@ -398,7 +399,7 @@ class LocalCodeSession:
         except BaseException:
             self._sessions.release()
             raise
-        # the sandbox of a forgotten episode ends
+        # ends the sandbox of a forgotten episode
         self._finalizer = weakref.finalize(self, _end, self._interpreter, self._sessions)
         return self._interpreter
 

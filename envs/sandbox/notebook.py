@@ -1,9 +1,9 @@
 """An interpreter that runs programs one after the other, as cells of a notebook.
 
-`inside.py` runs it in a sandbox for `interpreters.py`; it imports nothing of ours. It reads a
+`inside.py` runs it in a sandbox for `interpreters.py`; it imports no module of tinkermq. It reads a
 length of four bytes and a program on standard input; a byte on the descriptor `done` says that the
 program has ended. The value of a last expression is printed. A program may do anything to this
-process, so nothing outside trusts it: at worst the episode loses its own output.
+process, so its output is not trusted: at worst the episode loses its own output.
 """
 
 import _ast
@@ -37,7 +37,7 @@ def main() -> None:
         reap()
         runs_programs = os.getpid()
         well = run(code.decode("utf-8", "replace"), module.__dict__, f"<program {number}>")
-        if os.getpid() != runs_programs:  # a child that the program forked, at the program's end
+        if os.getpid() != runs_programs:  # in a child that the program forked, at the program's end
             os._exit(0 if well else 1)
         os.write(done, b"." if well else b"!")
 

@@ -1,4 +1,4 @@
-"""Programs that talk over their standard input and output, each in a sandbox of its own.
+"""Programs that exchange messages over standard input and output, each in its own sandbox.
 
 A program sees the system's programs and libraries, this interpreter with its packages and the
 folders of its settings, all read-only; a /tmp in memory, which is its home and working folder; its
@@ -44,7 +44,7 @@ _OF_NETWORK = ("hosts", "resolv.conf")
 
 
 class PipedSettings(Section):
-    """A program, what it sees, and its limits."""
+    """A program, its mounts and its limits."""
 
     command: list[str] = Field(min_length=1, max_length=1024)
     """Program and arguments; `{python}` stands for this interpreter."""
@@ -66,7 +66,7 @@ class PipedProgram(Protocol):
     """A running program."""
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Wait so long for its end, then kill it; return how it ended. Blocks; may be repeated."""
+        """Wait up to `grace_s`, then kill it; return how it ended. Blocks; may be repeated."""
         ...
 
 
@@ -89,7 +89,7 @@ class LocalPipedProgram:
         _watch(self)
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Wait so long for its end, then kill it; return how it ended. Blocks; may be repeated."""
+        """Wait up to `grace_s`, then kill it; return how it ended. Blocks; may be repeated."""
         with self._lock:
             if not self._ended:
                 is_over = _ends_within(self._process.pid, grace_s)
@@ -100,7 +100,7 @@ class LocalPipedProgram:
         return self._over_limit() or self._ended
 
     def check(self) -> bool:
-        """Kill it if it is over a limit; return whether it still runs."""
+        """Kill it if it exceeds a limit; return whether it still runs."""
         if self._ended:
             return False
         self._exceeded = exceeded(self._process.first, self._settings.memory_mb << 20)
@@ -115,7 +115,7 @@ class LocalPipedProgram:
 
 
 def piped_sandbox(settings: PipedSettings) -> Sandbox:
-    """Return the sandbox of a program; ConfigError for a folder that is not there."""
+    """Return the sandbox of a program; ConfigError for a folder that does not exist."""
     is_open, disk = settings.network == "open", settings.disk_mb << 20
     shown = sorted({Path(sys.prefix), Path(sys.base_prefix), *_named(settings.read)})
     etc = (*SYSTEM_ETC, *(_OF_NETWORK if is_open else ()))
@@ -195,7 +195,7 @@ def _ends_within(pid: int, wait_s: float) -> bool:
 
 
 # One thread checks the memory and files of all programs of this process: a few times a second, or
-# as often as takes a tenth of its time.
+# less often if that takes more than a tenth of its time.
 
 _running: set[LocalPipedProgram] = set()
 _running_lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The description of a sandbox: what a program sees, what it may do, and its limits.
+"""The description of a sandbox: the mounts, rights and limits of a program.
 
 A `Sandbox` is plain data; `bubblewrap.py` turns it into a command and starts it. It is used for
 Python code that a model writes (`interpreters.py`), for programs of agent jobs
@@ -31,10 +31,10 @@ SYSTEM_ETC = (
 
 @dataclass(frozen=True)
 class Mount:
-    """What a program sees at one path."""
+    """A path in the sandbox, and its content."""
 
     kind: Literal["read", "write", "device", "tmpfs", "folder", "link"]
-    """A file or folder of the host, a device of it, memory, an empty folder, or a symbolic link."""
+    """A file, folder or device of the host, memory, an empty folder, or a symbolic link."""
     path: str
     source: str = ""
     """The path on the host; the target of a link."""
@@ -48,7 +48,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What a program sees, may do and may use."""
+    """The mounts, rights and limits of a program."""
 
     python: Sequence[str]
     """The command of Python inside, with its options; it runs `inside.py` first."""
@@ -64,7 +64,7 @@ class Sandbox:
     hostname: str = ""
     """Empty: the host's."""
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The environment that Python is started with."""
+    """Environment variables of Python at its start."""
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     """By the names of setrlimit(2): `NPROC`, `FSIZE`, ..."""
     is_ended_first: bool = True
@@ -83,13 +83,13 @@ class Sandbox:
     has_memory_files: bool = False
     """Whether it may use memory that no limit counts: unnamed files, System V segments."""
     fds: Sequence[int] = ()
-    """Descriptors that the mounts' sources name; the program does not inherit them."""
+    """Descriptors in the sources of mounts; the program does not inherit them."""
 
 
 def unprivileged_user() -> int | None:
     """Return an unused user id, another one at each call, for processes that root starts.
 
-    None for a process that is not root, and for one that has no other user to become.
+    None for a process that is not root, and for one without other user ids.
     """
     if os.getuid() != 0:
         return None
@@ -97,7 +97,7 @@ def unprivileged_user() -> int | None:
     end = max(int(line.split()[0]) + int(line.split()[2]) for line in lines)
     if end >= _FIRST_USER + _NUM_USERS:
         return _FIRST_USER + secrets.randbelow(_NUM_USERS)
-    # in a container with its own users; the last two ids mean "nobody" and an error
+    # in a container with its own user ids; the last two mean "nobody" and an error
     least = max(_LEAST_USER, end - _NUM_MAPPED)
     return least + secrets.randbelow(end - 2 - least) if end - 2 > least else None
 
@@ -134,7 +134,7 @@ def system_mounts(names: Iterable[str] = _SYSTEM, *, above: str = "/") -> Iterat
 
 def etc_mounts(names: Iterable[str]) -> Iterator[Mount]:
     """Yield the mounts of files of /etc."""
-    yield Mount("folder", "/etc")  # programs look there for what is not shown, too
+    yield Mount("folder", "/etc")  # programs also search these for files that are not mounted
     for name in names:
         yield readable(f"/etc/{name}", is_optional=True)
 
@@ -142,7 +142,7 @@ def etc_mounts(names: Iterable[str]) -> Iterator[Mount]:
 # Use of memory and files, read from /proc without control groups.
 
 Limit: TypeAlias = Literal["memory", "disk"]
-"""A limit over all processes of a sandbox."""
+"""Name of a limit on all processes of a sandbox together."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
 MAX_FILES = 20_000
@@ -181,8 +181,8 @@ def memory_bytes(pid: int) -> int:
 def filesystem(pid: int, folder: str) -> os.statvfs_result | None:
     """Return how full a folder of a sandbox is; `pid` is a process inside.
 
-    None for a process that has ended, and for one that is still among our own folders, as the
-    first one is until its sandbox has been made.
+    None for a process that has ended, and for one that still has the host's folders, like the first
+    process before its sandbox is set up.
     """
     root = _PROC / str(pid) / "root"
     try:
@@ -200,9 +200,10 @@ def num_files(pid: int) -> int:
 
 
 def holds_more(first: int, most_bytes: int) -> bool:
-    """Whether the processes below `first`, a sandbox's first one, hold more memory than that.
+    """Whether the processes below `first`, a sandbox's first one, have more memory than a limit.
 
-    What they share is first counted for each, which is cheap, and exactly only if that is too much.
+    Shared memory is first counted for each process, which is cheap; if the sum is over the limit,
+    it is counted exactly.
     """
     shared = _shared_memory(first)
     if memory_bytes(first) + shared <= most_bytes:
@@ -211,14 +212,14 @@ def holds_more(first: int, most_bytes: int) -> bool:
 
 
 def exceeded(first: int, most_bytes: int) -> Limit | None:
-    """Return the limit that the sandbox whose first process is `first` is over, or None."""
+    """Return the limit that a sandbox, whose first process is `first`, exceeds, or None."""
     if holds_more(first, most_bytes):
         return "memory"
     return "disk" if num_files(first) > MAX_FILES else None
 
 
 def _shared_memory(first: int) -> int:
-    """Return what lies in the /dev/shm of a sandbox."""
+    """Return the bytes in the /dev/shm of a sandbox."""
     about = filesystem(first, "dev/shm")
     return 0 if about is None else (about.f_blocks - about.f_bfree) * about.f_frsize
 
@@ -232,7 +233,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Return a process's memory, with its share of what it has in common with others.
+    """Return a process's memory, with its share of memory that it shares with others.
 
     If the kernel does not report it, shared memory counts in full.
     """

@@ -1,7 +1,7 @@
-"""The self-test of a sandbox: a program inside tries what its description forbids.
+"""The self-test of a sandbox: a program inside tries forbidden actions.
 
 Every process that starts programs in a sandbox runs it once for each kind of sandbox, before any
-program of others.
+untrusted program.
 """
 
 import contextlib
@@ -147,7 +147,7 @@ def absent_commands(
     """Run the probe, as `prove`; return the commands that programs do not find."""
     limits = dict(sandbox.limits)
     if "NPROC" in limits:
-        limits["NPROC"] = min(limits["NPROC"], _PROCESSES)  # so that the probe is quick
+        limits["NPROC"] = min(limits["NPROC"], _PROCESSES)  # they keep the probe quick
     expected = _expected(sandbox, limits, commands, hidden)
     program = Program(source=PROBE, arguments=[json.dumps(expected)], environment=environment)
     return check_answer(_answer(replace(sandbox, limits=limits), program))
@@ -170,7 +170,7 @@ def check_answer(answer: str) -> list[str]:
 def _expected(
     sandbox: Sandbox, limits: dict[str, int], commands: Sequence[str], hidden: Sequence[Path]
 ) -> dict[str, Any]:
-    """Return what the probe expects."""
+    """Return the expectations of the probe."""
     shown = {Path(mount.path).parts[1] for mount in sandbox.mounts if mount.path != "/"}
     sizes = (mount.size_bytes for mount in sandbox.mounts if mount.path == sandbox.folder)
     return {

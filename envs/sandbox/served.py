@@ -1,14 +1,14 @@
 """Interpreters and programs for games that are in a sandbox themselves.
 
-A sandbox in a sandbox would need namespaces, which a hosted game may not make. So the node offers a
+A sandbox in a sandbox would need namespaces, which a hosted game may not make. So the node makes a
 socket, and starts `python -m tinkermq.envs.sandbox.served FD` to serve it, outside of the game's
 sandbox and as the node's user. A connection is a session: first the settings, then programs and
-their outcomes, as JSON after a length of four bytes. After `piped` it is one program that talks
-over descriptors, which come with the message; it ends with the connection, sees what the operator
-shows to games, and has a network only if the game has one (`served FD network`).
+their outcomes, as JSON after a length of four bytes. After `piped` the session is one program with
+its own descriptors, which are sent with the message. It ends with the connection, sees the
+operator's folders for games, and has a network only if the game has one (`served FD network`).
 
-The game is a user's code: whatever it sends costs at most its own session, and the numbers of
-sessions and of kinds of settings are bounded.
+The game is a user's code. Its messages can at most end its own session, and the numbers of sessions
+and of kinds of settings are bounded.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ SOCKET = Path("/sandbox.socket")
 """The socket's path in a game's sandbox."""
 SHORT_FOLDER = "set TMPDIR to a short folder of this machine's own disk, as /tmp"
 _MAX_NAME_BYTES = 107
-"""Bound on the name of a Unix socket."""
+"""Maximum length of the name of a Unix socket."""
 MAX_FRAME_BYTES = 8 << 20
 """Bound on a program or an answer, as JSON."""
 BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": LocalCodeSandbox}
@@ -56,8 +56,8 @@ _proven_lock = threading.Lock()
 def shared_sandbox(settings: SandboxSettings) -> CodeSandbox:
     """Return the sandbox of this process for these settings, which has passed its self-test.
 
-    A game in a sandbox gets one from the server outside. Raises SandboxError with what to do if
-    programs cannot be sandboxed.
+    A game in a sandbox uses the server outside. Raises SandboxError with what to do if programs
+    cannot be sandboxed.
     """
     key = settings.model_dump_json()
     with _proven_lock:
@@ -129,7 +129,7 @@ class ServedPipedProgram:
         self._ended = ""
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Wait so long for its end, then kill it; return how it ended. Blocks; may be repeated."""
+        """Wait up to `grace_s`, then kill it; return how it ended. Blocks; may be repeated."""
         if not self._ended:
             try:
                 self._ended = str(_request(self._connection, {"grace_s": grace_s})["ended"])
@@ -140,10 +140,10 @@ class ServedPipedProgram:
 
 
 def listen_at(path: Path) -> socket.socket:
-    """Return a Unix socket that listens at `path`, however long its folder's name is.
+    """Return a Unix socket that listens at `path`, of any length.
 
-    The kernel takes names of up to 107 bytes, so a longer folder is named by a handle on it.
-    Raises OSError that says what to do if no socket can be made.
+    The kernel accepts names of up to 107 bytes, so a longer folder is named by an open descriptor.
+    Raises OSError with a hint if no socket can be made.
     """
     listening = socket.socket(socket.AF_UNIX)
     try:
@@ -235,7 +235,7 @@ def _node_error() -> SandboxError:
 
 
 def main() -> None:
-    """Serve connections until ended by the process that started this one."""
+    """Serve connections until the parent process ends this one."""
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         while True:
             connection, _ = listening.accept()
@@ -263,7 +263,7 @@ def _session(connection: socket.socket) -> None:
         if is_piped and len(fds) == _NUM_FDS:
             program = _started(connection, settings["piped"], fds)
     finally:
-        for fd in fds:  # only the program has them from here on
+        for fd in fds:  # only the program has the descriptors from here on
             os.close(fd)
     if program is not None:
         _serve_piped(connection, program)

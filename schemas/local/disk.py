@@ -20,7 +20,7 @@ from .process import in_daemon_thread
 T = TypeVar("T")
 P = ParamSpec("P")
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""Names a wait while it lasts, in the actor's heartbeat."""
+"""Reports a wait in the actor's heartbeat while it lasts."""
 
 PAUSE_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,7 +42,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException, place: Path) -> str:
-    """Return a hint what to do after a write to the file or folder `place` failed with `error`.
+    """Return a hint for a failed write to the file or folder `place`.
 
     Libraries do not report why they failed; a small write to the same folder does.
     """
@@ -81,7 +81,7 @@ def _errno_of_writing(place: Path) -> int | None:
 def in_thread(
     write: Callable[P, T], *arguments: P.args, **named: P.kwargs
 ) -> Callable[[], Awaitable[T]]:
-    """Return what calls `write` in a thread, for `with_room`."""
+    """Return a function that calls `write` in a thread, for `with_room`."""
     return lambda: asyncio.to_thread(write, *arguments, **named)
 
 
@@ -119,11 +119,11 @@ async def with_room(
             return written
 
 
-# Files that users name: their disk may hang, or they may be a pipe.
+# Files whose paths users choose: the disk may hang, or the file may be a pipe.
 
 
 class DiskThreads:
-    """Reads files that users name, each in a thread of its own.
+    """Reads files whose paths users choose, each in a thread of its own.
 
     A read that hangs does not occupy threads of the event loop or of other users, and does not
     delay the end of the process.
@@ -138,7 +138,7 @@ class DiskThreads:
     async def look(
         self, who: str, read: Callable[P, T], *arguments: P.args, **named: P.kwargs
     ) -> T:
-        """Return what `read` returns; raises what it raises, TimeoutError after the deadline.
+        """Return the result of `read`; raises its exceptions, TimeoutError after the deadline.
 
         A read that timed out continues, and occupies one of the threads of `who` until it ends.
         """
@@ -150,16 +150,16 @@ class DiskThreads:
             return await asyncio.shield(looking)
 
 
-# Files to which lines are appended, each whole or not at all.
+# Appends of lines to files, each atomic.
 #
 # If the disk is full, the file is cut back to its length before the append. A process that dies may
 # leave a line without its end: the next append begins a new line, and readers skip and log it.
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> int:
-    """Append lines, making the file and its folder where need be; return the file's size.
+    """Append lines; create the file and its folder if missing; return the file's size.
 
-    Without lines the file is only made. Raises OSError when they cannot be written; then the file
+    Without lines, only creates the file. Raises OSError if they cannot be written; then the file
     has none of them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> int:
 
 
 def append_to(file: int, lines: Sequence[str]) -> int:
-    """Append lines to a file that is open to read and append, and close it; as `append_lines`."""
+    """Append lines to a file opened to read and append, and close it; as `append_lines`."""
     try:
         size = os.fstat(file).st_size
         is_cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"
@@ -184,7 +184,7 @@ def append_to(file: int, lines: Sequence[str]) -> int:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, one a line; lines that were cut are left out and logged."""
+    """Yield the JSON objects of a file, one per line; broken lines are skipped and logged."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:

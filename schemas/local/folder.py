@@ -1,10 +1,10 @@
 """Access of services to folders that jobs can write: no links, regular files, bounded sizes.
 
 Code of a job's owner may have made anything below the folder of a run: links, devices, pipes, files
-without an end. Whoever reads or writes there outside of that job's sandbox opens each name relative
-to the folder that holds it, follows no link, and takes regular files only, of a bounded size.
-`Folder` is that way; product code has no other (a test looks for one). A link, wherever in a path,
-raises OSError (ENOTDIR or ELOOP), and is never written through.
+without an end. Code outside of that job's sandbox must open each name there relative to its folder,
+follow no link, and open only regular files of a bounded size. Product code does so only through
+`Folder` (a test checks this). A link anywhere in a path raises OSError (ENOTDIR or ELOOP), and is
+never written through.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from typing import BinaryIO, Self
 from ..wire.errors import StorageError
 
 MAX_FILES = 100_000
-"""Files of a folder that are walked at most."""
+"""Maximum number of files in a folder's tree."""
 MAX_DEPTH = 16
-"""Folders within folders that are walked at most."""
+"""Maximum depth of a folder's tree."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _COPY_BYTES = 1 << 22
@@ -44,23 +44,23 @@ class FolderEntry:
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """The last part of its path."""
         return self.path.rpartition("/")[2]
 
 
 class Folder:
-    """A folder that is held open; all names are relative to it and lead nowhere else.
+    """An open folder; all names are relative to it and cannot leave it.
 
-    Names are joined by `/`. One that is absolute or holds `..` raises ValueError. Methods raise
-    OSError, as functions of `os` do.
+    Parts of names are joined by `/`. An absolute name or one with `..` raises ValueError. Methods
+    raise OSError, as functions of `os` do.
     """
 
     def __init__(self, path: str | Path, *, make: bool = False) -> None:
-        """Open a folder, which may be no link itself; make it, and those above it, if asked to."""
+        """Open a folder, which may not be a link; with `make`, create it and its parents."""
         if make:
             Path(path).mkdir(parents=True, exist_ok=True)
         self.path = Path(path)
-        """Its path when it was opened: for messages, not to be opened."""
+        """Its path when it was opened: for messages only, not for opening."""
         self._fd = os.open(path, _FOLDER)
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class Folder:
     def open(self, name: str, *, max_bytes: int | None = None) -> BinaryIO:
         """Open a regular file to read.
 
-        Raises StorageError for anything else than a regular file of at most `max_bytes`.
+        Raises StorageError for anything except a regular file of at most `max_bytes`.
         """
         with self._parent(name) as (parent, last):
             fd = os.open(last, os.O_RDONLY | _FILE, dir_fd=parent)
@@ -101,7 +101,7 @@ class Folder:
             raise
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return the bytes of a regular file that has at most so many; raises as `open`."""
+        """Return the bytes of a regular file of at most `max_bytes`; raises as `open`."""
         with self.open(name, max_bytes=max_bytes) as file:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:  # it has grown since
@@ -114,7 +114,7 @@ class Folder:
             return os.stat(last, dir_fd=parent, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
-        """Return whether something of any kind has this name."""
+        """Return whether the name exists, as a file of any kind."""
         try:
             self.status(name)
         except OSError:
@@ -129,9 +129,9 @@ class Folder:
             return False
 
     def entries(self, name: str = ".") -> list[FolderEntry]:
-        """Return the regular files and folders of one folder, in the order of their names.
+        """Return the regular files and folders of one folder, sorted by name.
 
-        Those whose names are not UTF-8 are left out. Raises StorageError for more than `MAX_FILES`.
+        Names that are not UTF-8 are skipped. Raises StorageError for more than `MAX_FILES`.
         """
         with self.folder(name) as inner, os.scandir(inner.fileno()) as scanned:
             listed = [_entry(item) for item in itertools.islice(scanned, MAX_FILES + 1)]
@@ -142,7 +142,7 @@ class Folder:
         return sorted(entries, key=lambda entry: entry.path)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of its direct contents, however many, unordered."""
+        """Yield the names of its direct contents, in any number, unordered."""
         with os.scandir(self.fileno()) as scanned:
             yield from (item.name for item in scanned)
 
@@ -162,7 +162,7 @@ class Folder:
             waiting += [(entry.path, depth + 1) for entry in reversed(inside) if entry.is_folder]
 
     def strange(self, allowed: Sequence[str] = ()) -> Iterator[str]:
-        """Yield what is neither a regular file nor a folder, at any depth, except `allowed` names.
+        """Yield paths of neither regular files nor folders, at any depth, except `allowed` names.
 
         Names that are not UTF-8 are yielded with their bytes escaped. Raises StorageError as
         `files` does.
@@ -183,7 +183,7 @@ class Folder:
                 yield from self._folders(entry.path, depth + 1)
 
     def folder(self, name: str, *, make: bool = False) -> "Folder":
-        """Open a folder below; make it, and those above it, if asked to."""
+        """Open a folder below this one; with `make`, create it and its parents."""
         fd = os.dup(self._fd)
         try:
             for part in _parts(name):
@@ -201,13 +201,13 @@ class Folder:
         return opened
 
     def create(self, name: str) -> BinaryIO:
-        """Make a new file to write; FileExistsError where something has this name."""
+        """Create a new file to write; FileExistsError if the name exists."""
         with self._parent(name, make=True) as (parent, last):
             fd = os.open(last, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=parent)
         return os.fdopen(fd, "wb")
 
     def append(self, name: str) -> int:
-        """Return the descriptor of a regular file to append to and read, made where need be."""
+        """Return a regular file's descriptor for appending and reading; create a missing file."""
         with self._parent(name, make=True) as (parent, last):
             fd = os.open(last, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FILE, 0o666, dir_fd=parent)
         try:
@@ -218,7 +218,7 @@ class Folder:
         return fd
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file under a name, replacing what has it, whole or not at all."""
+        """Write a file atomically, replacing one of the same name."""
         part = f"{name}.{uuid.uuid4().hex[:8]}.part"
         try:
             with self.create(part) as file:
@@ -230,7 +230,7 @@ class Folder:
             raise
 
     def rename(self, name: str, other: str) -> None:
-        """Rename something, replacing a file or an empty folder of the new name."""
+        """Rename a file or folder, replacing a file or an empty folder of the new name."""
         with self._parent(name) as (parent, last), self._parent(other) as (new_parent, new):
             os.rename(last, new, src_dir_fd=parent, dst_dir_fd=new_parent)
 
@@ -240,9 +240,9 @@ class Folder:
             os.unlink(last, dir_fd=parent)
 
     def remove(self, name: str) -> None:
-        """Remove whatever has this name, a folder with all that is in it; harmless when gone.
+        """Remove a file of any kind, or a folder with its contents; harmless when it is gone.
 
-        How deep it is, how its parts are named, and which rights they have does not matter.
+        The folder may have any depth, names and access rights.
         """
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (parent, last):
             if stat.S_ISDIR(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
@@ -259,18 +259,18 @@ class Folder:
         link: bool = False,
         leave_out: Sequence[str] = (),
     ) -> None:
-        """Copy the regular files of a folder to a new one of another `Folder`; links are left out.
+        """Copy the regular files of a folder to a new one of another `Folder`; links are skipped.
 
-        With `link` each file gets a second name instead, where the disk can: for folders of one
-        owner, since who may write the one then writes the other. Folders and files whose name is in
-        `leave_out` stay. Raises FileExistsError where `place` holds such a file, StorageError for
-        more than the disk has room for.
+        With `link`, files are hard-linked instead if the disk supports it: only for folders of one
+        owner, since a write to one then changes the other. Files and folders named in `leave_out`
+        are not copied. Raises FileExistsError if `place` has such a file, StorageError if the disk
+        lacks room.
         """
         give = _link if link else _copy_file
         with self.folder(name) as source, target.folder(place, make=True) as made:
             copied = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
             num_bytes, free = sum(entry.num_bytes for entry in copied), _free_bytes(made)
-            if not link and num_bytes > free:  # a sparse file is written out
+            if not link and num_bytes > free:  # sparse files are written in full
                 raise StorageError(
                     f"{self.path / name} has {num_bytes:,} bytes, and there is room for {free:,}",
                     hint="make room on the disk of the run folders",
@@ -281,7 +281,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _parent(self, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the folder that holds a name; yields its descriptor and the last part."""
+        """Open the folder that contains a name; yields its descriptor and the last part."""
         *above, last = _parts(name) or [""]
         if not last:
             raise ValueError(f"{name!r} names no file below a folder")
@@ -320,7 +320,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _entry(item: "os.DirEntry[str]") -> FolderEntry | None:
-    """Return a regular file or folder; None for anything else, and names that are not UTF-8."""
+    """Return a regular file or folder; None for others, and for names that are not UTF-8."""
     try:
         item.name.encode()
         status = item.stat(follow_symlinks=False)
@@ -337,10 +337,10 @@ def _moved(entry: FolderEntry, below: str) -> FolderEntry:
 
 
 def _remove_folder(name: str, parent: int) -> None:
-    """Remove a folder with all that is in it, and follow no link.
+    """Remove a folder with its contents, without following links.
 
-    Folders within are moved up into it, one level at a time: neither the stack nor the number of
-    open files grows with the depth, and what is cut off can be done again.
+    Subfolders are moved up into it, one level at a time: neither the stack nor the number of open
+    files grows with the depth, and an interrupted removal can be repeated.
     """
     fd = _unlocked(name, parent)
     try:
@@ -358,7 +358,7 @@ def _remove_folder(name: str, parent: int) -> None:
 
 
 def _emptied(fd: int, top: int) -> list[str]:
-    """Remove the files of a folder; return the folders in `top`, move those of others there."""
+    """Remove a folder's files; return the subfolders in `top`, or move those of others there."""
     folders: list[str] = []
     with os.scandir(fd) as scanned:
         for item in scanned:
@@ -373,7 +373,7 @@ def _emptied(fd: int, top: int) -> list[str]:
 
 
 def _remove_empty(name: str, parent: int) -> None:
-    """Remove a folder; one in which something was overlooked is left for the next round."""
+    """Remove a folder; if it is not empty after all, leave it for the next round."""
     try:
         os.rmdir(name, dir_fd=parent)
     except OSError as error:
@@ -382,7 +382,7 @@ def _remove_empty(name: str, parent: int) -> None:
 
 
 def _unlocked(name: str, parent: int) -> int:
-    """Open a folder whose owner may do everything in it, and make it such a one where need be."""
+    """Open a folder; if its owner lacks rights to it, grant them."""
     try:
         fd = os.open(name, _FOLDER, dir_fd=parent)
     except PermissionError:
@@ -405,7 +405,7 @@ def _link(source: Folder, name: str, here: tuple[int, str], there: tuple[int, st
             raise
         _copy_file(source, name, here, there)
         return
-    # what was a regular file when it was listed may have become something else
+    # a regular file may have been replaced since it was listed
     if not stat.S_ISREG(os.stat(there[1], dir_fd=there[0], follow_symlinks=False).st_mode):
         os.unlink(there[1], dir_fd=there[0])
 
@@ -415,7 +415,7 @@ def _copy_file(source: Folder, name: str, here: tuple[int, str], there: tuple[in
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
         with os.fdopen(os.open(there[1], flags, 0o666, dir_fd=there[0]), "wb") as copy:
             status = os.fstat(file.fileno())
-            left = status.st_size  # of what is being written, no more than there was
+            left = status.st_size  # if the file is being written, no more than its previous size
             while left and (chunk := file.read(min(left, _COPY_BYTES))):
                 left -= copy.write(chunk)
             copy.flush()

@@ -23,8 +23,8 @@ _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else No
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
     """Return a function for `preexec_fn`: the kernel then signals the child when `parent` dies.
 
-    Nothing may be imported between fork and exec, so all is loaded before. On other systems than
-    Linux it does nothing.
+    Nothing may be imported between fork and exec, so everything is loaded before. Does nothing on
+    systems other than Linux.
     """
 
     def in_child() -> None:
@@ -54,7 +54,7 @@ def erase_variable(name: str) -> str:
 
 
 def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Call `work` in a thread of its own; return its result to come.
+    """Call `work` in a thread of its own; return the future of its result.
 
     Unlike threads of `asyncio.to_thread`, the end of the process does not wait for this one.
     """
@@ -71,15 +71,15 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     future = asyncio.wrap_future(done)
-    # Nobody may await it any more; asyncio would report its exception as never retrieved.
+    # If no task awaits it any more, asyncio would report its exception as never retrieved.
     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future
 
 
-# A service notifies systemd: it is ready, its loop runs, it stops.
+# Notifications to systemd: the service is ready, its loop runs, it stops.
 #
-# The protocol is that of sd_notify(3): a datagram to the socket that `NOTIFY_SOCKET` names.
-# Without that variable nothing is sent.
+# The protocol is that of sd_notify(3): a datagram to the socket that `NOTIFY_SOCKET` names. Without
+# that variable nothing is sent.
 
 
 @contextlib.asynccontextmanager
@@ -88,7 +88,7 @@ async def notifying_systemd() -> AsyncGenerator[None, None]:
 
     systemd restarts a service whose event loop is blocked for longer than the unit's WatchdogSec.
     """
-    address = os.environ.pop("NOTIFY_SOCKET", "")  # for this process only
+    address = os.environ.pop("NOTIFY_SOCKET", "")  # this process sets it only for itself
     if not address:
         yield
         return

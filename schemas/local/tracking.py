@@ -3,8 +3,8 @@
 The packages of the last four are imported when such a tracker is opened. Nothing leaves the machine
 unless one of them is configured. A resumed run continues the same run at wandb, trackio and MLflow.
 
-The libraries buffer and retry by themselves. Each works in a thread of its own (`GuardedTracker`):
-one that raises or hangs costs the run nothing and blocks nobody.
+The libraries buffer and retry by themselves. Each works in its own thread (`GuardedTracker`): a
+library that raises or hangs neither fails nor blocks the run.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Tracker:
         """Record the effective configuration, once, before the first metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the numbers of one step; NaN marks what could not be computed."""
+        """Record the metrics of one step; NaN marks a value that could not be computed."""
         raise NotImplementedError
 
     def log_episodes(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -88,7 +88,7 @@ class Tracker:
         """Store the files of a checkpoint; they may be removed as soon as this returns."""
 
     def finish(self) -> None:
-        """Write what is still buffered and close."""
+        """Write buffered data and close."""
 
 
 def make_trackers(
@@ -153,10 +153,10 @@ class _Call:
 
 
 class GuardedTracker(Tracker):
-    """A library's tracker in a thread of its own, so that its failures affect nothing else.
+    """A library's tracker in its own thread, so that its failures affect nothing else.
 
     Calls return at once. A library that cannot be opened, raises when it logs metrics, or hangs is
-    not used again (`tracker_lost`); what else raises is left out (`tracker_lacks`). Both are
+    not used again (`tracker_lost`); other failed calls are skipped (`tracker_lacks`). Both are
     reported once.
     """
 
@@ -171,9 +171,9 @@ class GuardedTracker(Tracker):
         ends_s: float = _HANGS_AT_THE_END_S,
         opens_s: float = _OPEN_S,
     ) -> None:
-        """Open it with `make`, waiting up to `opens_s`; files of checkpoints wait in `scratch`.
+        """Open it with `make`, waiting up to `opens_s`; checkpoint files wait in `scratch`.
 
-        Raises the ConfigError that `make` raises if it `refuses`.
+        With `refuses`, raises the ConfigError that `make` raises.
         """
         self.name = name
         self._scratch = scratch
@@ -297,7 +297,7 @@ class GuardedTracker(Tracker):
                 return
 
     def _give_up(self, why: str, failed: _Call | None) -> None:
-        """Stop using the tracker and report what it lacks."""
+        """Stop using the tracker and report it as lost."""
         with self._lock:
             if self._is_lost:
                 return
@@ -341,7 +341,7 @@ class GuardedTracker(Tracker):
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error in one line of bounded length."""
+    """Return an error as one line of bounded length."""
     try:
         text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
     except BaseException:  # noqa: BLE001  the class is the library's
@@ -359,7 +359,7 @@ def _link(source: str, target: str) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """One line a step on a text stream."""
+    """Prints one line per step on a text stream."""
 
     def __init__(self, write: Callable[[str], object] | None = None) -> None:
         self._write = write or _write_line
@@ -372,7 +372,7 @@ class ConsoleTracker(Tracker):
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl` and `config.json` in a folder; the last line of a step counts."""
+    """`metrics.jsonl` and `config.json` in a folder; the last line of a step is valid."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -437,7 +437,7 @@ class TensorboardTracker(Tracker):
 class WandbTracker(Tracker):
     """A run at Weights & Biases, or, offline, its files in the folder: `wandb sync` sends them.
 
-    Charts are drawn over `step`, so that numbers logged late (a validation) or again (after a
+    Charts are drawn over `step`, so that metrics logged late (a validation) or again (after a
     crash) appear at their step.
     """
 
@@ -584,7 +584,7 @@ class MlflowTracker(Tracker):
         return str(made.info.run_id)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Store the configuration as a file, since parameters are short and never change."""
+        """Store the configuration as a file, since parameters are short and cannot change."""
         self._client.log_dict(self._id, dict(config), "config.json")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -43,11 +43,11 @@ class AnswerReader:
         self._one_call = one_call
         self._readers: list[ReplyReader] = []
         self._opened: list[str] = []
-        """What stands before the first text of each choice."""
+        """Text before the first text of each choice."""
         self._open = set(range(self._num_choices))
         """Choices that have not ended."""
         self._full: set[int] = set()
-        """Choices that have made the one tool call that they may make."""
+        """Choices that have made their only allowed tool call."""
         self._usage = Usage(0, 0)
 
     @property
@@ -58,7 +58,8 @@ class AnswerReader:
     def begin(
         self, head: AnswerHead, part: TextPart, names: Sequence[str], num_reused: int = 0
     ) -> Iterator[str]:
-        """Yield the first events; `part` is the first one with content, and is not read further.
+        """Yield the first events; `part` is the first one with content, which `push` still has to
+        read.
 
         `names` are the prefixes of each choice's tool call ids.
         """
@@ -81,7 +82,7 @@ class AnswerReader:
         yield from self._answer.start(self._usage)
 
     def push(self, part: TextPart) -> Iterator[str]:
-        """Take what a part holds; yield it as events."""
+        """Read a part; yield its content as events."""
         answer = self._begun()
         self._note_prompts(part)
         if isinstance(answer, CompletionAnswer) and isinstance(part, InferPart):
@@ -95,19 +96,19 @@ class AnswerReader:
                 yield from self._finish(delta.choice, delta.finish, delta.stop)
 
     def end(self, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield the last events; `extra` stands beside the usage."""
+        """Yield the last events, with `extra` fields beside the usage."""
         for number in sorted(self._open):
             yield from self._finish(number, "stop", "")
         yield from self._begun().end(self._usage, extra)
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer as one object, once its last part was read."""
+        """Return the answer as one object, after its last part was read."""
         for number in sorted(self._open):
             _exhaust(self._finish(number, "stop", ""))
         return self._begun().whole(self._usage)
 
     def fail(self, head: AnswerHead, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on; `head` if nothing was read."""
+        """Return the event that ends a failed stream; `head` is used if no part was read."""
         if self._request is not None:
             return self._write(head, self._request).fail(error)
         return self._begun().fail(error)
@@ -124,7 +125,7 @@ class AnswerReader:
             self._begun().prompt_ids = part.prompt_token_ids
 
     def _finish(self, number: int, reason: FinishReason, stop: str) -> Iterator[str]:
-        """End a choice, once, with what its reader held back."""
+        """End a choice, once, with the text that its reader held back."""
         if number not in self._open:
             return
         self._open.discard(number)
@@ -133,7 +134,7 @@ class AnswerReader:
         yield from self._begun().finish(reason, number, stop)
 
     def _pieces(self, delta: Delta) -> list[Piece]:
-        """Return what a choice has gained."""
+        """Return the pieces of a choice that a delta adds."""
         text, number = delta.text, delta.choice
         if text and self._opened[number]:
             text, self._opened[number] = self._opened[number] + text, ""
@@ -142,7 +143,7 @@ class AnswerReader:
         return self._up_to_call(self._readers[number].push(text), number)
 
     def _up_to_call(self, pieces: list[Piece], number: int) -> list[Piece]:
-        """Return the pieces up to the first tool call, where a choice may make one only."""
+        """Return the pieces, with `one_call` only up to the first tool call."""
         if not self._one_call:
             return pieces
         allowed: list[Piece] = []
@@ -154,7 +155,7 @@ class AnswerReader:
         return allowed
 
     def _tokens(self, delta: Delta) -> NewTokens | None:
-        """Return the new tokens of a choice, as far as they were asked for."""
+        """Return the new tokens of a choice in the requested form; None: not requested."""
         if not delta.token_ids or not (self._tells_ids or self._tells_logprobs):
             return None
         return NewTokens(
@@ -164,7 +165,7 @@ class AnswerReader:
 
 
 def _logprobs(delta: Delta) -> list[TokenLogprob]:
-    """Return the log-probs of new tokens, each with the likeliest in its place."""
+    """Return the log-probs of new tokens, each with the likeliest tokens at its position."""
     num = len(delta.tokens)
     rows: list[tuple[TokenLogprob, ...]] = [() for _ in range(num)]
     if delta.top_tokens:

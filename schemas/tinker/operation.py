@@ -63,7 +63,7 @@ class ModelOperation(Message):
         return OperationName(ModelName.parse(self.model), self.seq)
 
     def check_place(self) -> None:
-        """Raise MessageError for a kind that cannot have its number."""
+        """Raise MessageError for a kind that its number does not allow."""
         fits = self.kind in _AT_0 if self.seq == 0 else self.kind != "create_model"
         if not fits:
             raise MessageError(

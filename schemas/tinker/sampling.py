@@ -60,12 +60,12 @@ class SamplerName:
     def of_checkpoint(
         cls, session: str, number: int, path: CheckpointName, *, moves: bool = False
     ) -> "SamplerName":
-        """Return the name of a session on a checkpoint; with `moves`, on later weights, too."""
+        """Return the name of a session on a checkpoint; with `moves`, also on later weights."""
         return cls(session, number, f"{_MOVES if moves else ''}{path}")
 
     @property
     def moves(self) -> bool:
-        """Whether its samples change to weights saved later."""
+        """Whether its samples switch to weights saved later."""
         return self.source.startswith(_MOVES)
 
     @property

@@ -169,7 +169,7 @@ _INT64, _INT32, _BFLOAT16 = 2, 3, 4
 _TYPES: Final[dict[int, Any]] = {FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4"}
 _MAX_DIMENSIONS: Final = 8
 MAX_ELEMENTS: Final = 1 << 24
-"""Of all arrays of a request: a sparse one may have any size in a few bytes."""
+"""Bound on all arrays of a request: a sparse array of any size may take a few bytes."""
 
 
 def read_tensor(tensor: Any, *, what: str, most: int = MAX_ELEMENTS) -> NDArray[Any]:
@@ -383,9 +383,9 @@ class SaveWeightsBody(TinkerBody):
 # `forward_backward`: a protobuf request, and its result.
 
 MAX_PLAIN_BYTES = 64 << 20
-"""Of an uncompressed body: enough for the most targets of a call."""
+"""Bound on an uncompressed body: enough for the most targets of a call."""
 MAX_PARTS = 100_000
-"""Of a request: datums, chunks and inputs. Empty ones take little of a body and much memory."""
+"""Bound on a request's datums, chunks and inputs: empty ones take few bytes but much memory."""
 _RECORD = "ArrayRecord"
 _IGNORED_INPUTS = frozenset({"mask"})
 

@@ -46,7 +46,7 @@ def bounded(schema: CoreSchema) -> CoreSchema:
 
 def _bounded(schema: dict[str, Any], *, is_outer: bool) -> dict[str, Any]:
     kind = schema.get("type")
-    if kind == "model" and not is_outer:  # bounds itself, if it is for users
+    if kind == "model" and not is_outer:  # a type that is for users bounds itself
         return schema
     if kind == "any":
         return cast(

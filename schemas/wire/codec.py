@@ -97,7 +97,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 class _Counting:
-    """Counts a payload's lists and maps: each takes one byte there and many in memory."""
+    """Counts a payload's lists and maps: each takes one byte in it and many in memory."""
 
     def __init__(self) -> None:
         self._left = MAX_CONTAINERS
@@ -120,7 +120,7 @@ def too_large(num_bytes: int, max_bytes: int) -> MessageError:
 def _pack_other(plain: Callable[[Any], Any] | None, value: Any) -> Any:
     if plain is not None and (replaced := plain(value)) is not value:
         return replaced
-    if "numpy" not in sys.modules:  # then it cannot be an array
+    if "numpy" not in sys.modules:  # then it is not an array
         raise TypeError(f"{type(value).__name__} has no msgpack form")
     return _arrays()[0](value)
 
@@ -154,13 +154,13 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- fitting into a message ------------------------------------------------------------------------
 #
-# What only people read is cut. A game's `info` is for people, except its numbers, which become
+# Only texts for people are cut. A game's `info` is for people, except its numbers, which become
 # metrics.
 
 INFO_CUT = "info_cut"
-"""Key of an `info` that was cut; its value says what it had: `{"bytes": 2000000, "keys": 3}`."""
+"""Key in a cut `info`; its value is the original size: `{"bytes": 2000000, "keys": 3}`."""
 _TEXTS = (1 << 16, 1 << 12, 1 << 9)
-"""Lengths to which texts are cut: the largest that fits."""
+"""Lengths to which texts are cut: the largest that fits is used."""
 _SHORT_BYTES = 1 << 9
 """Size of values that are never cut."""
 _MOST_ITEMS = 10_000
@@ -168,7 +168,7 @@ _MOST_ITEMS = 10_000
 
 
 def most_bytes(max_payload_bytes: int, read_bytes: int = MAX_MESSAGE_BYTES) -> int:
-    """Return the largest message that a server accepts and readers can read."""
+    """Return the largest message that the server accepts and readers can read."""
     return min(max_payload_bytes, read_bytes)
 
 

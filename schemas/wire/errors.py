@@ -100,7 +100,7 @@ class EngineError(TinkermqError):
 
 
 class OutOfMemoryError(TinkermqError):
-    """A learner's GPU does not hold its step, in smaller micro-batches neither."""
+    """A learner's GPU has too little memory for its step, even in smaller micro-batches."""
 
     code = "memory"
     step: int = 0
@@ -250,7 +250,7 @@ class StorageError(TinkermqError):
 
 
 class StoreAwayError(StorageError):
-    """A store that does not answer, breaks off, has no room or cannot be read; it may later."""
+    """A store does not answer, breaks off, is full or cannot be read; a retry may succeed."""
 
     status = 503
     may_pass = True

@@ -42,7 +42,7 @@ def described(
     properties = handler.resolve_ref_schema(schema).get("properties", {})
     for name, text in field_docs(model).items():
         if text and name in properties:
-            properties[name]["description"] = text  # it says more than that of the field's type
+            properties[name]["description"] = text  # more specific than the field type's
     return schema
 
 
@@ -51,7 +51,7 @@ def _texts(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
     try:
         with _PARSING:
             body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
-    except (OSError, TypeError):  # made by a program that has no file
+    except (OSError, TypeError):  # a class of a program without a file
         return
     assert isinstance(body, ast.ClassDef)
     for field, below in itertools.pairwise(body.body):

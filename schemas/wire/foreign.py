@@ -1,8 +1,7 @@
-"""Boundary to code of others: its exceptions and return values.
+"""Boundary to foreign code: its exceptions and return values.
 
 Games, rewards, agents, users' functions and libraries may raise any exception and return any value.
-Here these become errors that name the culprit, or plain values that can travel; the process goes
-on.
+Here these become errors that name the culprit, or plain values for messages; the process continues.
 
 The cancellation of the running task, the end of its coroutine, and an interrupt by signal are not
 foreign and are passed on.
@@ -43,18 +42,18 @@ _IMPORTERS = (__file__, str(importlib.__file__))
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
-# -- where it is found ----------------------------------------------------------------------------
+# -- import of foreign modules ---------------------------------------------------------------------
 
 
 def look_here() -> None:
-    """Let modules of the working folder be found, behind all others; one that is gone has none."""
+    """Append the working folder to the import path, unless it no longer exists."""
     with contextlib.suppress(FileNotFoundError):
         here = str(Path.cwd())
         if here not in sys.path:
             sys.path.append(here)
 
 
-# -- what it raises --------------------------------------------------------------------------------
+# -- exceptions of foreign code --------------------------------------------------------------------
 
 
 def blaming(blame: Blame) -> AbstractContextManager[None]:
@@ -68,7 +67,7 @@ def blaming(blame: Blame) -> AbstractContextManager[None]:
 
 
 class _Blaming:
-    """A context without a generator, for speed: it surrounds every step of a game."""
+    """A context manager without a generator, for speed: it surrounds every step of a game."""
 
     __slots__ = ("_blame",)
 
@@ -84,7 +83,9 @@ class _Blaming:
 
 
 class _BlamingInMainThread:
-    """The same where SIGINT may interrupt the block, which is not the block's own exception."""
+    """The same for the main thread, where SIGINT may interrupt the block; that is not its own
+    exception.
+    """
 
     def __init__(self, blame: Blame) -> None:
         self._blame = blame
@@ -99,7 +100,7 @@ class _BlamingInMainThread:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._before is not None and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, self._before)  # unless the code has set its own
+            signal.signal(signal.SIGINT, self._before)  # unless the foreign code has set its own
         if error is None or (self._noticed and isinstance(error, KeyboardInterrupt)):
             return
         _raise_blamed(self._blame, error)
@@ -133,7 +134,7 @@ def ends_this_task(error: BaseException) -> bool:
 
 
 def _ends(task: "asyncio.Task[Any] | None", error: BaseException) -> bool:
-    if isinstance(error, GeneratorExit):  # a coroutine that is closed is no task's any more
+    if isinstance(error, GeneratorExit):  # the coroutine is closed, and belongs to no task any more
         return _current_task() is not task
     is_cancelled = isinstance(error, asyncio.CancelledError)
     return is_cancelled and task is not None and task.cancelling() > 0
@@ -154,7 +155,7 @@ def _raise_blamed(blame: Blame, error: BaseException) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """Return `Type: message` of an exception, for a group also its members'."""
+    """Return `Type: message` of an exception; for a group, also of its members."""
     words = f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")
     if isinstance(error, BaseExceptionGroup):
         inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
@@ -165,16 +166,16 @@ def words_of(error: BaseException) -> str:
 def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
     """Return the end of a traceback and its exception, without frames of files in `skip`.
 
-    For a group with its members' tracebacks.
+    For a group, also its members' tracebacks.
     """
     try:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename not in {__file__, *skip}]
         lines = traceback.format_list(own[-_NUM_FRAMES:])
         lines += map(clean_text, traceback.format_exception_only(type(error), error))
-        if not own and error.__cause__ is not None:  # it is Python's own, of a StopIteration
+        if not own and error.__cause__ is not None:  # it is Python's own, for a StopIteration
             lines.insert(0, f"{lines_of(error.__cause__, skip)}\n")
-    except BaseException as failure:  # noqa: BLE001 - what was raised fails as it is looked at
+    except BaseException as failure:  # noqa: BLE001 - formatting runs foreign code
         lines = [
             f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})"
         ]
@@ -185,13 +186,13 @@ def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
 
 
 def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
-    """Return `file.py, line 3` of an exception while importing foreign code, or nothing.
+    """Return `file.py, line 3` of an exception while importing foreign code, or "".
 
     Frames of files in `skip`, and of the import machinery, do not count.
     """
     try:
         frames = traceback.extract_tb(error.__traceback__)
-    except BaseException:  # noqa: BLE001 - the code's own loader is asked for its source
+    except BaseException:  # noqa: BLE001 - the foreign loader returns the source
         return ""
     others = ("<frozen ", *_IMPORTERS, *skip)
     own = [frame for frame in frames if not frame.filename.startswith(others)]
@@ -199,7 +200,7 @@ def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
 
 
 def clean_text(text: object, most_chars: int = _MOST_CHARS, *, keep_end: bool = False) -> str:
-    """Return any value as a text that can travel and be logged."""
+    """Return any value as a text that can be sent and logged."""
     cleaned = str.__str__(text) if isinstance(text, str) else shown(text)
     cleaned = _cut(cleaned, most_chars, keep_end=keep_end)
     return _cut(cleaned.encode(errors="backslashreplace").decode(), most_chars, keep_end=keep_end)
@@ -215,7 +216,7 @@ def shown(value: object) -> str:
     """Return a short form of any value for a message."""
     try:
         text = _short.repr(value)
-    except BaseException:  # noqa: BLE001 - its own code is asked how it looks
+    except BaseException:  # noqa: BLE001 - its `repr` is foreign code
         text = f"<{type(value).__name__}>"
     text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
     return text.encode(errors="backslashreplace").decode()
@@ -224,7 +225,7 @@ def shown(value: object) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str.__str__(str(error))
-    except BaseException as failure:  # noqa: BLE001 - its own code is asked what it says
+    except BaseException as failure:  # noqa: BLE001 - its `str` is foreign code
         return f"(its text cannot be had: {type(failure).__name__})"
 
 
@@ -242,7 +243,7 @@ def _leaves(group: "BaseExceptionGroup[BaseException]") -> list[BaseException]:
 
 
 class _Shown(reprlib.Repr):
-    """Short forms of values: NumPy's own take long, and a large int may have no text."""
+    """Short forms of values: NumPy's own are slow, and a large int may have no text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,13 +260,13 @@ class _Shown(reprlib.Repr):
 _short = _Shown()
 
 
-# -- what it returns -------------------------------------------------------------------------------
+# -- values returned by foreign code ---------------------------------------------------------------
 
 
 def plain_text(value: str, name: str) -> str:
-    """Return a text that can travel; MessageError naming `name` for another.
+    """Return a text that can be sent; MessageError naming `name` for others.
 
-    Lone surrogates ("\\ud83d" in JSON) and too long texts cannot.
+    Texts with lone surrogates ("\\ud83d" in JSON) and too long texts cannot be sent.
     """
     text = value if type(value) is str else str.__str__(value)
     if text.isascii() and len(text) <= _MAX_TEXT_CHARS:
@@ -283,10 +284,10 @@ def plain_text(value: str, name: str) -> str:
 
 
 def plain_value(value: Any, name: str) -> Any:
-    """Return a copy of a value as it arrives after transport.
+    """Return a copy of a value as its receiver will read it.
 
-    Maps with text keys, lists, texts, 64-bit numbers, bytes, arrays and None can travel. Raises
-    MessageError that names the item which cannot, as `info["board"][3]`.
+    Maps with text keys, lists, texts, 64-bit numbers, bytes, arrays and None can be sent. Raises
+    MessageError that names the first other item, as `info["board"][3]`.
     """
     if value is None or type(value) in (bool, float):
         return value
@@ -336,7 +337,7 @@ def _check_shape(plain: Any, name: str) -> None:
 
 
 def _find_culprit(value: Any, name: str, within: tuple[Any, ...]) -> None:
-    """Raise MessageError for the first item that cannot travel."""
+    """Raise MessageError for the first item that cannot be sent."""
     if len(within) > MAX_DEPTH:
         raise _too_deep(name)
     if any(value is item for item in within):

@@ -155,7 +155,7 @@ def encoded_image(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> byte
         return bytes(cast("bytearray", image))
     if isinstance(image, str) and image.startswith("data:") and ";base64," in image:
         try:
-            text = "".join(image.partition(";base64,")[2].split())  # it may stand in lines
+            text = "".join(image.partition(";base64,")[2].split())  # it may contain line breaks
             return base64.b64decode(text, validate=True)
         except binascii.Error as error:
             raise DataError(f"the data URL of an image is damaged: {error}") from error

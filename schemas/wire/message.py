@@ -70,7 +70,7 @@ class Message(BaseModel):
     def named_at(self, at: str) -> str:
         """Return the key or subject that the message's fields name.
 
-        `at` is the one under which it was found, for what the fields do not name. Raises
+        `at` is its actual key or subject, for the parts that the fields do not name. Raises
         MessageError for a field that cannot be part of a name.
         """
         return at
@@ -106,7 +106,7 @@ class Message(BaseModel):
                 hint="run the same tinkermq release on both sides",
             )
         try:
-            return cls.__pydantic_validator__.validate_python(fields)  # as model_validate does
+            return cls.__pydantic_validator__.validate_python(fields)  # as `model_validate` does
         except ValidationError as error:
             raise MessageError(
                 f"{cls.__name__} is malformed: {summarize(error)}", hint="see docs/messages.md"
@@ -168,12 +168,12 @@ def _plain(value: Any) -> Any:
 
 def summarize(error: ValidationError) -> str:
     """Describe each pydantic error in one clause: where, what, which value."""
-    if error.error_count() > _MOST_ERRORS:  # to list them takes longer than to find them
+    if error.error_count() > _MOST_ERRORS:  # listing all takes longer than finding them
         return f"{error.error_count():,} of its values are wrong"
     clauses: list[str] = []
     for problem in error.errors()[:5]:
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, MessageError):  # one that was made while this was being checked
+        if isinstance(cause, MessageError):  # raised during validation
             clauses.append(cause.message)
             continue
         where = ".".join(str(part)[:_MOST_CHARS] for part in problem["loc"]) or "value"
@@ -243,8 +243,8 @@ def _clean(value: object) -> str:
 def new_id() -> str:
     """Return a ULID in lower case: milliseconds, and 80 random bits.
 
-    The bits are drawn anew for each id. The library counts up within a millisecond, which would
-    make ids predictable.
+    The bits are new for each id. The library increments them within a millisecond, which would make
+    ids predictable.
     """
     milliseconds = int(time.time() * 1000).to_bytes(6, "big")
     return str(ULID.from_bytes(milliseconds + secrets.token_bytes(10))).lower()

@@ -54,7 +54,9 @@ def token(value: str, *, what: str) -> str:
 
 
 def rpc(user: str, service: str, method: str) -> str:
-    """Subject of a request to a service on behalf of `user` (`*` for a service's own listening)."""
+    """Return the subject of a request to a service on behalf of `user` (`*`: for its own
+    listening).
+    """
     return f"{PREFIX}.rpc.{user}.{service}.{method}"
 
 
@@ -308,7 +310,7 @@ class JobScope:
 
     @staticmethod
     def all_episode_keys() -> str:
-        """Subject of these requests for all jobs."""
+        """Subject of requests for the secrets of all jobs."""
         return f"{PREFIX}.job.*.*.episode.keys"
 
     def episode_inbox(self, episode: str) -> str:
@@ -345,7 +347,7 @@ class JobScope:
         return self._subject(f"ctl.{actor}")
 
     def gpu_turn(self, learner: str) -> str:
-        """Subject on which a generator asks whether it may use the GPU that it shares."""
+        """Subject on which a generator requests a turn on a shared GPU."""
         return f"{self.control(learner)}.turn"
 
     def control_by(self, admin: str, actor: str) -> str:
@@ -364,7 +366,7 @@ class JobScope:
 
     @property
     def stream_validation(self) -> str:
-        """Work-queue stream of validation tasks, and their results until the version's is known."""
+        """Work-queue stream of validation tasks, and of results until the version's are known."""
         return self._stream("validation")
 
     @property

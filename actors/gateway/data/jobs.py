@@ -2,7 +2,7 @@
 
 Checkpoints are in the run's folder, on this machine or on a disk shared with the pool, or in the
 run's store, which is read with the gateway's own credentials. A download packs only folders
-`checkpoints/step_*` of the run, and only regular files that really lie in them.
+`checkpoints/step_*` of the run, and only regular files in them, without links.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from ...storage.stores import Stores
 
 PAGE = 50
 ARCHIVED = "archived"
-"""The state by which a query asks for archived jobs."""
+"""State in a query that selects archived jobs."""
 FIGURES_AGE_S = 2.0
 MAX_FIGURES = 4096
 _READING_AT_ONCE = 64
 PATIENCE_S = 0.25
-"""A page does not wait longer than this for the figures of its jobs."""
+"""Maximum wait of a page for the figures of its jobs."""
 GROUPS: dict[str, frozenset[str]] = {
     "active": frozenset({"STARTING", "RUNNING", "PAUSED", "LOST"}),
     "queued": frozenset({"QUEUED"}),
@@ -63,9 +63,9 @@ class Query:
     offset: int = 0
     limit: int = PAGE
     sort: str = ""
-    """One of `SORTS`, with a `-` before it for the greatest first; empty: newest first."""
+    """One of `SORTS`, with the prefix `-` for descending order; empty: newest first."""
     folded: bool = False
-    """List jobs that serve or evaluate a run with the run, and not by themselves."""
+    """List jobs that serve or evaluate a run together with the run, not separately."""
 
 
 SORTS: dict[str, Callable[[JobRecord], Any]] = {
@@ -135,7 +135,7 @@ def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[
 
 
 def _helps(record: JobRecord) -> str:
-    """Return the id or name of the run that a job serves or evaluates; or nothing."""
+    """Return the id or name of the run that a job serves or evaluates; empty: none."""
     if record.kind not in ("infer", "eval"):
         return ""
     return record.follow or (record.serves or record.fork_of or "").rpartition("@")[0]
@@ -198,7 +198,7 @@ def model_of(record: JobRecord) -> str:
 
 
 _RunEnd = tuple[str, str, int, float | None]
-"""User, job, attempt, and when it ended."""
+"""User, job, attempt, and the time of its end."""
 
 
 def _expiry(key: _RunEnd, _: dict[str, float], now: float) -> float:
@@ -216,7 +216,7 @@ class Figures:
         self._free = asyncio.Semaphore(_READING_AT_ONCE)
 
     async def rows(self, broker: Broker, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-        """Return the rows of jobs; figures that take long are in the next call's."""
+        """Return the rows of jobs; slow figures are in the rows of the next call."""
         if not records:
             return []
         reading = [asyncio.ensure_future(self.values(broker, record)) for record in records]
@@ -278,7 +278,7 @@ def _whole(value: Any) -> int | None:
 # -- differences between configurations ------------------------------------------------------------
 
 MAX_RUNS = 20
-"""Runs that one page compares."""
+"""Maximum number of runs that one page compares."""
 _OF_THE_RUN = frozenset({"name", "tags", "group", "notes"})
 """Keys that always differ."""
 
@@ -289,7 +289,7 @@ class ConfigDifference(NamedTuple):
     key: str
     """Dotted."""
     values: list[str | None]
-    """By run, as JSON; None where the run has no such key."""
+    """Values by run, as JSON; None if the run has no such key."""
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
@@ -334,7 +334,7 @@ async def tail_of_log(
 async def tail_of_events(
     broker: Broker, record: JobRecord, *, limit: int = 200, quiet: bool = True
 ) -> list[Event]:
-    """Return the last events of a job, newest first; without the bottleneck lines if `quiet`."""
+    """Return the last events of a job, newest first; without bottleneck lines if `quiet`."""
     scope = record.scope
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
     stored = parse_all(messages, Event)
@@ -408,7 +408,7 @@ _CHUNK = 1 << 20
 
 
 async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str, Any]]:
-    """Return the checkpoints with their validation, and which is the best.
+    """Return the checkpoints with their validation, and mark the best one.
 
     Raises StorageError.
     """
@@ -489,7 +489,7 @@ def pack(run_dir: str, step: int, name: str) -> Iterator[bytes]:
                 left = entry.num_bytes
                 while left:
                     chunk = source.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
-                    left -= len(chunk)  # a file that became shorter meanwhile is padded
+                    left -= len(chunk)  # pads a file that became shorter meanwhile
                     yield chunk
             yield bytes(-entry.num_bytes % tarfile.BLOCKSIZE)
         yield bytes(2 * tarfile.BLOCKSIZE)

@@ -1,6 +1,6 @@
 """The curves of each job, read from its feed once and cached, bounded in number and size.
 
-A long feed is read twice: first a sample, so that the page opens; then all of it, in the
+A long feed is read twice: first a sample, so that the page opens quickly, then all of it in the
 background, so that no extreme is missing. The evaluations of a sampled run are read from their own
 bucket, since a sample would miss them.
 """
@@ -96,7 +96,7 @@ CHARTS: tuple[Chart, ...] = (
 TIME, TOKENS = "time", "tokens"
 """Axes besides steps: seconds and tokens since the start of the run."""
 _WRITTEN_AT = "written at"
-"""Name among the curves for the time of a metric: no metric's name has a space."""
+"""Name of the curve with the time of metrics; no metric's name has a space."""
 _TRAINED = "perf/total_num_tokens"
 MAX_NAMES = 512
 
@@ -151,7 +151,7 @@ def finite_values(metric: Metric) -> dict[str, float]:
 
 MAX_JOBS, MAX_BYTES = 64, 256 << 20
 EXACT_ENTRIES = 3000
-"""Feeds of up to so many entries are read whole before the page gets its curves."""
+"""Maximum number of entries of a feed that is read completely before the page gets curves."""
 SAMPLES = 250
 _SAMPLING_AT_ONCE = 64
 _DEADLINE_S = 30.0
@@ -183,7 +183,7 @@ class History:
         return self._curves.nbytes + (self._sampled.nbytes if self._sampled else 0)
 
     async def curves(self, broker: Broker) -> Curves:
-        """Return the curves as of now."""
+        """Return the current curves."""
         async with self._lock:
             if self._reading is None:
                 await self._catch_up(broker)
@@ -273,7 +273,7 @@ class History:
 
 
 class Histories:
-    """The histories that were used last."""
+    """The most recently used histories."""
 
     def __init__(self, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
         self._max_jobs = max_jobs

@@ -1,7 +1,7 @@
 """The overview of one run and its live updates: state, figures and actors.
 
 Updates are server-sent events: the run's feed or log, and its state. The id of an event is the
-message's sequence, so a browser that lost the connection continues after the last event it got; one
+message's sequence, so a browser that lost the connection continues after its last event. A browser
 that is far behind must reload the page.
 """
 
@@ -33,7 +33,7 @@ from .metrics import finite_values
 
 
 async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
-    """Return the data of the head of a job's page, and its actors."""
+    """Return the data for the head of a job's page, and its actors."""
     values, actors, bottleneck = await asyncio.gather(
         gateway.figures.values(visitor.broker, record),
         actors_of(visitor, record),
@@ -68,7 +68,7 @@ def allowed_actions(record: JobRecord) -> dict[str, bool]:
 
 
 async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]:
-    """Return the actors of a job: placement, state, and what each waits for."""
+    """Return the actors of a job: placement, state, and reason of waiting."""
     entries: list[Entry[Presence]] = []
     if record.state not in FINAL_STATES:  # heartbeats outlive their actors for a while
         with contextlib.suppress(TinkermqError):

@@ -39,8 +39,8 @@ from .token_text import TokenTexts, token_texts
 # -- one episode -----------------------------------------------------------------------------------
 
 # Advantages for display, from the rewards of one group: the learner's
-# (`actors/training/advantages.py`) where its estimator needs nothing else, otherwise the difference
-# to the group's mean, labelled as such.
+# (`actors/training/advantages.py`) if its estimator needs nothing else, otherwise the difference to
+# the group's mean, with this name.
 
 _EPSILON = 1e-6
 EXACT = frozenset({"grpo", "dr_grpo", "rloo", "remax"})
@@ -78,7 +78,7 @@ MAX_TOKENS = 8192
 MAX_IMAGE_BYTES = 8 << 20
 _DATA_URL = re.compile(r"data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]+)")
 LEVELS = (-0.05, -0.3, -1.0, -2.0, -4.0)
-"""Bounds between the six colours of a token by its log-prob: almost certain to surprising."""
+"""Log-probs that separate the six colours of tokens, from almost certain to surprising."""
 
 
 def show_episode(group: Group, number: int, *, estimator: str, step: int | None) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
 def _messages(
     trajectory: Trajectory, turns: list[dict[str, Any]], images: list[bytes]
 ) -> list[dict[str, Any]]:
-    """Return the messages, the last ones of the assistant with their turns."""
+    """Return the messages; the assistant's last ones have their turns."""
     whole = restore_images(trajectory.messages, images)
     messages: list[dict[str, Any]] = [show_message(message) for message in whole]
     own = [message for message in messages if message["role"] == "assistant"][-len(turns) :]
@@ -303,13 +303,13 @@ def _call(call: Any) -> dict[str, str]:
 GROUPS_PER_PAGE = 24
 _BATCH_WINDOW = 512
 _SEARCHED_ENTRIES, _SEARCHED_BYTES = 768, 64 << 20
-"""Bound on what a search reads of the log for one page."""
+"""Maximum entries and bytes of the log that a search reads for one page."""
 _PREVIEW_CHARS = 160
 
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """A search of the log: episodes must match all of it."""
+    """A search of the log; episodes must match all conditions."""
 
     text: str = ""
     """Words that the messages must contain, in any order and case."""
@@ -335,7 +335,7 @@ class RolloutFilter:
         )
 
     def marks(self, group: Group) -> list[bool]:
-        """Return for each episode of a group whether it matches."""
+        """Return whether each episode of a group matches."""
         words = self.text.lower().split()
         return [self._matches_episode(trajectory, words) for trajectory in group.trajectories]
 
@@ -363,7 +363,7 @@ class GroupPage:
     groups: list[dict[str, Any]]
     """Rows, newest or best first; see `group_row`."""
     older: int | None
-    """Start of the next page (`before`); None at the end of the log."""
+    """Value of `before` for the next page; None at the end of the log."""
     num_entries: int
     """Number of entries of the log."""
 
@@ -379,7 +379,7 @@ async def read_page(
 ) -> GroupPage:
     """Return a page of the run's newest groups, or the groups that one step trained.
 
-    After the log's oldest groups come those of the run's folder. `before` is the sequence after the
+    The groups of the run's folder follow the log's oldest ones. `before` is the sequence after the
     page's first entry. A search reads a bounded part of the log: `older` continues from there.
     Raises NotFoundError for a step that was not trained.
     """
@@ -490,7 +490,7 @@ async def neighbours_of(
 async def _trained_in(
     broker: Broker, scope: JobScope, there: RunRollouts, step: int
 ) -> Sequence[int]:
-    """Return the entries that a step trained; for a run without batch log, from its folder."""
+    """Return the entries that a step trained; without a batch log, from the run's folder."""
     try:
         return (await trained_in(broker, scope, step)).seqs
     except NotFoundError:
@@ -669,7 +669,7 @@ def episode_in(request: Request) -> tuple[int, int]:
 
 
 def beside_in(request: Request) -> tuple[int, int] | None:
-    """Return the episode to show beside another, `SEQ/EPISODE`; None without one.
+    """Return the episode to show beside another one, `SEQ/EPISODE`; None: none.
 
     Raises MessageError for anything else.
     """

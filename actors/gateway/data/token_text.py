@@ -1,9 +1,9 @@
-"""The text of tokens, from a model's tokenizer.json, if this machine has the model's folder.
+"""Texts of tokens, by a model's tokenizer.json, if this machine has the model's folder.
 
-A tokenizer is a user's file, and may decode without end (a regular expression that backtracks) or
-use all memory. So each is loaded in its own process (`token_worker`), with limits of the kernel; a
-process that exceeds them is ended, and tokens are then shown by their ids, as those of a model
-without a tokenizer here. Messages are readable either way.
+A tokenizer is a user's file, and may decode endlessly (a regular expression that backtracks) or use
+all memory. So each one is loaded in its own process (`token_worker`), with limits of the kernel. If
+the process exceeds them it is ended, and tokens are shown by their ids, like those of a model
+without a tokenizer here. Messages are always readable.
 """
 
 import atexit
@@ -39,7 +39,7 @@ class TokenTexts:
     """The texts of one model's tokens."""
 
     def __init__(self, worker: "_Worker | None" = None) -> None:
-        """Decode by a worker; None shows ids."""
+        """Decode with a worker; None: show ids."""
         self._worker = worker
 
     @property
@@ -48,7 +48,7 @@ class TokenTexts:
         return self._worker is not None and not self._worker.has_ended
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a character of several tokens is at the last of them.
+        """Return the text of each token; the last token of a character has its text.
 
         Runs in a thread.
         """
@@ -103,7 +103,7 @@ class _Workers:
 
 
 class _Worker:
-    """One process with one tokenizer; after its end it is not restarted until its file changes."""
+    """A process with one tokenizer; it is not restarted after its end until its file changes."""
 
     def __init__(self, file: int, place: str, limit_s: float) -> None:
         self._place = place

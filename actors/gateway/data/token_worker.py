@@ -1,8 +1,8 @@
 """A process that decodes tokens with a model's tokenizer: a line of ids in, a line of texts out.
 
 Started by `token_text` as `python -m tinkermq.actors.gateway.data.token_worker FILE SECONDS BYTES`;
-FILE is the descriptor of a tokenizer.json. The kernel ends it when loading, or one line, takes more
-than its seconds of computing, or more memory.
+FILE is the descriptor of a tokenizer.json. The kernel ends it if loading or one line takes more
+than its CPU seconds or memory.
 """
 
 import json

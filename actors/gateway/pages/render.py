@@ -1,4 +1,4 @@
-"""Templates: everything is escaped, a missing name is an error."""
+"""Templates, in which all values are escaped and a missing name is an error."""
 
 import hashlib
 import time
@@ -109,5 +109,5 @@ def clock(seconds: float, shape: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def level(value: float, low: float, high: float) -> int:
-    """Return in which fifth from `low` to `high` a value is, 0 to 4."""
+    """Return the fifth, 0 to 4, of the range from `low` to `high` that contains a value."""
     return 2 if high <= low else min(4, max(0, int((value - low) / (high - low) * 5)))

@@ -111,7 +111,7 @@ async def compare(request: Request) -> Response:
 async def _compared(
     request: Request, scheduler: operations.Scheduler
 ) -> tuple[str, list[JobRecord], int]:
-    """Return the search, the runs to compare, and their number without the bound."""
+    """Return the search, the runs to compare, and the number of all matching runs."""
     jobs = list(dict.fromkeys(request.query_params.getlist("run")))
     if len(jobs) > MAX_RUNS:
         raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
@@ -235,7 +235,7 @@ async def serve(request: Request) -> Response:
 
 
 async def evaluate(request: Request) -> Response:
-    """Evaluate a checkpoint, and redirect to the job that does."""
+    """Evaluate a checkpoint, and redirect to the evaluating job."""
     visitor, record = await rollouts.job_of(request)
     job = await operations.evaluate_checkpoint(
         operations.Scheduler(visitor), record, int(request.path_params["step"])
@@ -244,7 +244,7 @@ async def evaluate(request: Request) -> Response:
 
 
 async def playground(request: Request) -> Response:
-    """Show the playground for a served model; its script does the rest."""
+    """Show the playground for a served model, which works by a script."""
     visitor = await visitor_of(request)
     parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
     return render(request, "playground.html", {"user": visitor.user, **parameters})
@@ -254,7 +254,7 @@ async def playground(request: Request) -> Response:
 
 MAX_REMOVED_RUNS = 200
 _COUNTING_S = 2.0
-"""How long files are counted; the rest is skipped."""
+"""Seconds for counting files; the rest is skipped."""
 _HOW = ("archive", "delete")
 
 
@@ -325,7 +325,7 @@ def _row(record: JobRecord, until: float) -> dict[str, Any]:
 
 
 def folder_bytes(place: str, until: float) -> int | None:
-    """Return the bytes of the files below a folder; None if it is absent, or takes too long."""
+    """Return the bytes of the files below a folder; None if it is absent or takes too long."""
     total = 0
     try:
         with Folder(place) as folder:
@@ -372,7 +372,7 @@ async def log_in(request: Request) -> Response:
 
 
 def _next(request: Request) -> str:
-    """Return the path requested before the log-in, if it is one of ours."""
+    """Return the path requested before the log-in, if it is a path of the gateway."""
     place = request.query_params.get("next", "/jobs")
     inside = place.startswith("/") and not place.startswith(("//", "/\\"))
     return place if inside and place.isprintable() else "/jobs"
@@ -460,7 +460,7 @@ async def submit_form(request: Request) -> Response:
 
 
 def _request_id(form: dict[str, Any]) -> str | None:
-    """Return the id of a submission: a form sent twice is one job, a changed one another."""
+    """Return the id of a submission: an equal form is the same job, a changed form another one."""
     if not form["request_id"]:
         return None
     names = ("request_id", "config", "overrides", "fork_of", "priority")
@@ -468,7 +468,7 @@ def _request_id(form: dict[str, Any]) -> str | None:
 
 
 async def act_form(request: Request) -> Response:
-    """Perform a button's operation, and show the job's page; after an admin's the pool's."""
+    """Perform a button's operation, and show the page of the job or, for an admin, of the pool."""
     visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
     if action not in operations.BODIES:

@@ -112,7 +112,7 @@ def answered(name: str, result: OperationResult) -> Response:
 
 
 def not_ready(name: str, reason: str) -> Response:
-    """Return the response to a poll without a result yet: the client polls again at once."""
+    """Return the response to a poll before the result; the client polls again at once."""
     fields = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
     return JSONResponse({"type": "try_again", "request_id": name, **fields}, _NOT_READY)
 
@@ -147,7 +147,7 @@ def note_to(version: str) -> dict[str, str]:
 
 
 def supports_external_weights(user_agent: str) -> bool:
-    """Whether an SDK can read lists that contain external checkpoints; other clients can."""
+    """Return whether a client can read lists with external checkpoints; only old SDKs cannot."""
     match = _AGENT.search(user_agent)
     return match is None or (int(match[1]), int(match[2])) >= _EXTERNAL
 

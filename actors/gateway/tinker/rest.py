@@ -77,7 +77,7 @@ class RestApi:
         ]
 
     async def create_session(self, request: Request) -> Response:
-        """Begin a session, which groups what a client makes."""
+        """Begin a session, which groups the runs and samplers of a client."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
@@ -109,7 +109,7 @@ class RestApi:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
-        """End a session; its first reason stays."""
+        """End a session; the first reason is kept."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         reason: Any = body.get("reason") or {}
@@ -277,7 +277,7 @@ def _checkpoint(checkpoint: TinkerCheckpoint) -> dict[str, Any]:
 FILES = "/tinker/api/v1/files"
 _ARCHIVE = "checkpoint.tar"
 _COMPLETE = "checkpoint_complete"
-"""A file by which the SDK recognises a complete archive."""
+"""File in an archive with which the SDK recognises a complete one."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -358,7 +358,7 @@ Fetch = Callable[[str, int], Awaitable[FilePart]]
 
 
 async def _contents(fetch: Fetch, name: str, first: FilePart) -> AsyncIterator[bytes]:
-    """Yield a file whose first part is there."""
+    """Yield the contents of a file whose first part was fetched."""
     yield first.data
     sent = len(first.data)
     while sent < first.size_bytes:

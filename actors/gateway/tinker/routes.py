@@ -1,7 +1,7 @@
 """The endpoints of the Tinker API, under `/tinker/api/v1`.
 
-The gateway stores nothing: the operation is computed from the request id, and a repeated request
-gets the result of the first. So any gateway can answer any request.
+The gateway stores nothing: the request id identifies the operation, and a repeated request gets the
+result of the first. So any gateway can answer any request.
 """
 
 import asyncio
@@ -101,10 +101,11 @@ class AboutApi:
 
 PREFIX = "/tinker/api/v1"
 _NOTHING = b""
-"""Body of a refused operation: it fails, so that operations after its number do not wait."""
+"""Body of a refused operation. It is submitted and fails, so that later operations do not wait for
+its number."""
 _GONE = 410
 _PAUSE_S = 1.0
-"""Pause before the reply that a trainer is away, since clients poll again at once."""
+"""Pause before the reply for a missing trainer, since clients poll again at once."""
 
 
 def routes(trainers: Trainers) -> list[Route]:
@@ -229,7 +230,7 @@ class TinkerApi:
         )
 
     async def forward_backward(self, request: Request) -> Response:
-        """Submit a loss; errors in its data are in its result."""
+        """Submit a loss; errors in its data are in the result."""
         visitor = await requests.visitor_of_key(request)
         if not request.headers.get("content-type", "").startswith(requests.PROTOBUF):
             raise errors.MessageError(
@@ -273,7 +274,7 @@ class TinkerApi:
             job = await self._trainers.job_of_model(visitor.broker, name.model)
             result = await self._trainers.result(visitor.broker, job, awaited)
         except (errors.BrokerError, errors.DeadlineError, errors.NobodyAnswersError) as error:
-            await asyncio.sleep(_PAUSE_S)  # it restarts; accepted operations are in its log
+            await asyncio.sleep(_PAUSE_S)  # restarts; accepted operations are in its log
             return requests.not_ready(str(name), error.message)
         return requests.answered(str(name), result)
 
@@ -341,7 +342,7 @@ class TinkerApi:
         return JSONResponse({"request_id": str(name), "sample_sequence_ids": ids})
 
     async def _sampled(self, visitor: Visitor, name: sampling.SampleName) -> Response:
-        """Return continuations, or 410 if their sampler died, when the client samples again."""
+        """Return continuations, or 410 if their sampler died; the client then samples again."""
         job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
         awaited = sampling.AwaitSample(request=f"{name.sampler}:{name.seq}")
         try:

@@ -53,14 +53,14 @@ from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox
 
 R = TypeVar("R", bound=Message)
 _OFFERS_S = 2.0
-"""How long a list of the trainers is used."""
+"""Seconds for which a list of trainers is used."""
 _MAX_MODELS = 10_000
-"""Models whose trainers are remembered."""
+"""Maximum number of models whose trainers are cached."""
 _TIMEOUT_S = 30.0
 _PART_S, _LATE_S = 3.0, 4.0
-"""Of a wait for a result: length of one request, and how late its reply may be."""
+"""Waits for a result: duration of one request, and additional time for its reply."""
 _SUBMITS, _SUBMIT_S = 3, 12.0
-"""How often an operation is submitted without a reply, and the timeout of each."""
+"""Maximum number of submissions of an operation without a reply, and the timeout of each."""
 
 
 class Trainers:
@@ -75,7 +75,7 @@ class Trainers:
     async def offers(self, broker: Broker) -> list[TrainerOffer]:
         """Return the base models of the pool, at most some seconds old.
 
-        Their trainers may be away at this moment: one that was killed is restarted.
+        Some trainers may be missing: a killed one is restarted.
         """
         requested_at, offers = self._offers
         if time.monotonic() - requested_at < _OFFERS_S and offers:
@@ -151,8 +151,8 @@ class Trainers:
     async def submit(self, broker: Broker, job: str, operation: ModelOperation) -> OperationTaken:
         """Submit an operation to a trainer; returns once it is in the log.
 
-        Without a reply it is submitted again, since its trainer may have died; the first form that
-        reached the log counts.
+        Without a reply it is submitted again, since its trainer may have died; the log keeps the
+        first.
         """
         for _ in range(_SUBMITS - 1):
             with suppress(errors.DeadlineError):
@@ -160,7 +160,7 @@ class Trainers:
         return await self.ask(broker, job, "submit", operation, OperationTaken, _SUBMIT_S)
 
     async def result(self, broker: Broker, job: str, request: AwaitResult) -> OperationResult:
-        """Return the result of an operation, or what it waits for."""
+        """Return the result of an operation, or the reason why it waits."""
         return await self._await(broker, job, "result", request)
 
     async def sample(self, broker: Broker, job: str, request: SampleRequest) -> SampleTaken:
@@ -202,7 +202,7 @@ class Trainers:
     ) -> AsyncGenerator[InferPart, None]:
         """Have one of a job's samplers answer in parts; closing the generator cancels the work.
 
-        Parts that wait for a slow reader take up `room`.
+        Parts that a slow reader has not read count against `room`.
         """
         service, verb = f"tinker-{job}", "chat" if isinstance(query, ChatRequest) else "complete"
         return ask_parts(
@@ -229,10 +229,10 @@ class Trainers:
         for offer in await self.offers(broker):
             try:
                 return offer.job, await self.ask(broker, offer.job, method, request, reply)
-            except errors.NobodyAnswersError as error:  # this trainer may have it
+            except errors.NobodyAnswersError as error:  # this trainer may have the object
                 away = error
             except errors.CheckpointGoneError:
-                raise  # only the trainer that had it raises this
+                raise  # only the trainer that had the checkpoint raises this error
             except errors.NotFoundError as error:
                 missing = error
         raise (
@@ -257,7 +257,7 @@ class Trainers:
 
         Raises the error in the reply, NobodyAnswersError, DeadlineError, MessageError.
         """
-        JobScope(broker.user, job)  # checks a name that may come from a URL
+        JobScope(broker.user, job)  # checks a name, which may come from a URL
         subject = rpc(broker.user, f"tinker-{job}", method)
         replies = self._replies_of(broker)
         return await replies.ask(subject, request, reply, job=job, timeout_s=timeout_s)
@@ -269,7 +269,7 @@ class Trainers:
 
 
 class _Replies:
-    """The one subscription of a visitor's connection for replies of all trainers."""
+    """The only subscription of a visitor's connection for the replies of all trainers."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -309,7 +309,7 @@ def _settle(future: "asyncio.Future[Msg]", message: Msg) -> None:
 # -- lists of all trainers -------------------------------------------------------------------------
 
 MAX_DEPTH = 20_000
-"""Last place of a page in a list that several trainers share."""
+"""Largest offset plus limit of a page in a list of several trainers."""
 
 
 class _Timed(Protocol):
@@ -334,7 +334,7 @@ class TrainerRecords:
     ) -> tuple[list[TinkerCheckpoint], int]:
         """Return a page of a user's checkpoints, newest first, and their number.
 
-        Raises NobodyAnswersError while a trainer is away: its part would be missing.
+        Raises NobodyAnswersError while a trainer is away, since its part would be missing.
         """
 
         async def page(job: str, start: int, most: int) -> tuple[list[TinkerCheckpoint], int]:
@@ -393,7 +393,7 @@ class TrainerRecords:
         return next((state for state in ("over", "live") if state in states), "unknown")
 
     async def _report_to(self, broker: Broker, job: str, event: TellSession) -> str | None:
-        """Report an event to one trainer; None if it is away: models tell it of the session."""
+        """Report an event to one trainer; None if it is away: it learns the session from models."""
         try:
             return (await self._trainers.ask(broker, job, "session", event, SessionState)).state
         except (errors.NobodyAnswersError, errors.DeadlineError):

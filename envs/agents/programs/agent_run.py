@@ -1,8 +1,8 @@
 """One run of an agent program: its folder, its setup, the program, its outcome, its reward.
 
-A program that has not called the model has nothing to train. One that crashed is tried again, and
-one that hung is tried again once; the last try counts as it is, and so does an episode that the
-model's limits ended.
+A program that has not called the model has nothing to train. A crashed program is tried again, a
+hung one is tried again once. The last try counts as it is, and so does an episode that a limit of
+the model ended.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ _REWARD_BYTES = 64 << 10
 _LOOKS_WHILE_OPEN = 10
 _SHOWN_CHARS = 1000
 How: TypeAlias = Literal["exit", "said", "timeout", "stuck", "memory", "disk"]
-"""By itself, after it posted its end, or by a limit."""
+"""How a program ended: by itself, after it posted its end, or by a limit."""
 _FAILED = ("failed", "timeout", "stuck", "crash")
 
 
@@ -142,7 +142,7 @@ class AgentRun:
         max_tries: int,
         job: str = "",
     ) -> None:
-        """Prepare; DataError for a task that cannot be read."""
+        """Prepare a run; DataError for a task that cannot be read."""
         self._config = config
         self._launcher = launcher
         self._tasks = tasks
@@ -242,7 +242,7 @@ class AgentRun:
         return Ending(how, exit_code, running.program.printed.tail())
 
     async def _until_over(self, running: Running) -> How:
-        """Wait until the program ends or posts its end, or is over a limit."""
+        """Wait until the program ends, posts its end, or exceeds a limit."""
         episode, ended, over = self.episode, running.program.ended, running.over
         said_end = asyncio.ensure_future(episode.said_end.wait())
         try:
@@ -297,7 +297,7 @@ class AgentRun:
 
     @property
     def _timeout_s(self) -> float:
-        """Seconds for the program: the lower bound of its task and the job."""
+        """Seconds for the program: the smaller limit of its task and the job."""
         of_task = None if self._task is None else self._task.settings.agent.timeout_sec
         return min(self._config.timeout_s, of_task or self._config.timeout_s)
 
@@ -408,7 +408,7 @@ def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
 
 
 def earns_failed_reward(outcome: Outcome) -> bool:
-    """Return whether an episode with this end needs no posted reward."""
+    """Return whether an episode with this end gets `failed_reward` without a posted reward."""
     return outcome in _FAILED
 
 
@@ -482,10 +482,9 @@ def _name(path: str) -> str:
 
 # -- the tests of a Harbor task --------------------------------------------------------------------
 #
-# They are copied in after the task's program has ended, and their reward is read. They run when no
-# process of the program is left, on the files that it left. New are `/tests`, `/logs`, their home
-# and their environment. A reward that the program has written is in an earlier `/logs`, which they
-# do not see.
+# They are copied in and run when no process of the task's program is left, on the files that it
+# left; then their reward is read. `/tests`, `/logs`, their home and their environment are new. A
+# reward that the program has written is in an earlier `/logs`, which they do not see.
 
 TEST_COMMAND = ("bash", f"{TESTS}/test.sh")
 REWARD_JSON, REWARD_TEXT = "reward.json", "reward.txt"

@@ -257,7 +257,7 @@ def _inside(plan: SandboxPlan, path: str, step: Instruction) -> str:
 
 
 def _listed(step: Instruction, text: str) -> list[str]:
-    """Return the words of an instruction: a JSON list, or separated by spaces."""
+    """Return the words of an instruction, given as a JSON list or separated by spaces."""
     try:
         if text.startswith("["):
             return [str(word) for word in cast("list[object]", json.loads(text))]
@@ -272,7 +272,7 @@ def _copy(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> st
     while match := re.match(r"--(\w+)=(\S+)\s+", text):
         if match[1] == "chmod" and re.fullmatch(r"[0-7]{3,4}", match[2]):
             mode = match[2]
-        elif match[1] != "chown":  # all files belong to the program
+        elif match[1] != "chown":  # all files belong to the program's user
             step.refuse(f"{step.name} --{match[1]}")
         text = text[match.end() :]
     *sources, target = [_expanded(word, values, step) for word in _listed(step, text)] or [""]

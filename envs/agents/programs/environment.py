@@ -20,7 +20,7 @@ ROW = f"{TASK}/row.json"
 REWARD = f"{TASK}/reward"
 """File for a program's own reward."""
 MCP = f"{TASK}/mcp.json"
-"""File with the MCP servers of a program, as clients read them."""
+"""File with the MCP servers of a program, in the form that clients read."""
 _PYTHON_OF_IMAGE = "python3"
 _KEPT = ("LANG", "TZ")
 _LOOPBACK = "127.0.0.1,localhost"

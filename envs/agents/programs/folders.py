@@ -3,8 +3,8 @@
 All are in one folder that only the host's user can open and that is locked while the host runs; the
 next host on the machine removes the folder of a host that was killed.
 
-A copy of a folder has at most a given size. Links stay links and are never followed; blocks are
-shared with the original if the file system can; anything but files, folders and links is left out.
+A copy of a folder has at most a given size. Links stay links and are never followed. Blocks are
+shared with the original if the file system supports it. Only files, folders and links are copied.
 The copy has no set-user-id bits.
 """
 
@@ -98,7 +98,7 @@ class ProgramFolder:
     def _make_root(self, root: RootFiles, most_bytes: int) -> None:
         """Copy the writable paths of `/`, and the files in `/` itself."""
         self.add("root")
-        self["root"].chmod(0o755)  # of the host: programs cannot write `/`
+        self["root"].chmod(0o755)  # the host's own files: programs cannot write `/`
         for entry in os.scandir(root.template):
             if entry.is_file(follow_symlinks=False):
                 _copy_file(entry.path, str(self["root"] / entry.name))
@@ -183,7 +183,7 @@ class ProgramFolders:
         new = self.path / "new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # so that it is never visible unlocked
+        new.rename(self.path / _LOCK)  # the file is locked before it gets its name
         self._number = 0
 
     def new(self, user: int | None = None) -> ProgramFolder:
@@ -229,7 +229,7 @@ def _sweep(folder: Path) -> None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether a folder is this user's; its host may remove it at any moment."""
+    """Return whether a folder belongs to this user; its host may remove it at any moment."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -317,7 +317,7 @@ def _copy_file(source: str, target: str) -> int:
 
 
 def _copy_blocks(reading: int, writing: int, size: int) -> None:
-    with contextlib.suppress(OSError):  # another file system, or one that cannot share blocks
+    with contextlib.suppress(OSError):  # on another file system, or on one that cannot share blocks
         fcntl.ioctl(writing, _FICLONE, reading)
         return
     os.truncate(writing, size)

@@ -1,8 +1,8 @@
-"""Start the programs of a host and end them: folders, sandboxes, limits, output.
+"""Start and end the programs of a host, with their folders, sandboxes, limits and output.
 
-The kernel bounds single processes and users. One thread for all programs of a host measures the
-memory of a program's processes and the size of its folders: ten times a second, or as often as
-takes a tenth of its time.
+The kernel bounds single processes and users. One thread measures the memory of the processes and
+the size of the folders of all programs of a host: ten times a second, or less often if that takes
+more than a tenth of its time.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ class Ring:
     def add(self, chunk: bytes) -> None:
         """Add bytes, and drop the oldest beyond the bound."""
         self._bytes += chunk
-        if len(self._bytes) > 2 * self._most:  # rarely, since it moves the rest
+        if len(self._bytes) > 2 * self._most:  # done rarely, since it moves the rest
             del self._bytes[: -self._most]
 
     def end(self, most: int = RING_BYTES) -> bytes:
-        """Return its end, at most so many bytes."""
+        """Return the end of the stream, at most so many bytes."""
         return bytes(self._bytes[-min(most, self._most) :])
 
     def text(self, most: int = RING_BYTES) -> str:
@@ -78,7 +78,7 @@ class Printed:
     def tail(self) -> str:
         """Return the end of its output, for people.
 
-        Two pipes have no common order: errors that a flood of output has displaced come first.
+        The two pipes have no common order. Errors that newer output has displaced come first.
         """
         errors, tail = self.errors.end(), self.both.end(TAIL_BYTES)
         if errors not in tail:
@@ -201,7 +201,7 @@ class ModelEndpoint(Protocol):
 
 @dataclass(frozen=True)
 class Running:
-    """A running program, and whether it is over a limit."""
+    """A running program, and whether it exceeds a limit."""
 
     program: "RunningProgram"
     over: "asyncio.Future[Limit]"
@@ -394,7 +394,7 @@ class Watched:
     memory_mb: int
     disk_mb: int
     over: Callable[[Limit], None]
-    """Called once, in the thread, when it is over a limit."""
+    """Called once, in the thread, when it exceeds a limit."""
     next_disk_look: float = 0.0
 
     def exceeded(self, now: float) -> Limit | None:
@@ -450,7 +450,7 @@ class LimitWatch:
 
 
 def _explained(error: BaseException) -> GameError | SandboxError | None:
-    """Return a start's error in terms of the job; None if it is clear already."""
+    """Return a start's error in terms of the job; None if the error is clear already."""
     if isinstance(error, bubblewrap.CommandError):
         return GameError(
             error.message,
@@ -482,7 +482,7 @@ async def _answered(
 def _report_limit(
     loop: asyncio.AbstractEventLoop, over: "asyncio.Future[Limit]", limit: Limit
 ) -> None:
-    """Report from another thread that a program is over a limit."""
+    """Report from another thread that a program exceeds a limit."""
 
     def settle() -> None:
         if not over.done():

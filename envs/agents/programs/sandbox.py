@@ -1,4 +1,4 @@
-"""The sandbox of an agent program: what it sees of the machine, and what it may use.
+"""The sandbox of an agent program: its view of the machine, and its limits.
 
 It sees the system's programs and libraries, this interpreter with its packages and the folders that
 `agent.read` names, all read-only; its own folder at `/episode/work`, a home and a /tmp, which are
@@ -359,7 +359,7 @@ class TaskEnvironment:
     """The environment of a task's program and tests."""
 
     is_image: bool
-    """Whether it is from an image; else the sandbox has followed the Dockerfile."""
+    """Whether it is from an image; otherwise the sandbox has followed the Dockerfile."""
     root: folders.RootFiles
     system: tuple[Mount, ...]
     """The system's folders, read-only: those of an image, or of the machine."""
@@ -435,7 +435,7 @@ class ProgramSandboxes:
         return {**of_image, **own, "PATH": path}
 
     def shown(self, *, in_image: bool) -> Sequence[Path]:
-        """Return the folders that programs read at their own paths; in an image not ours."""
+        """Return the folders that programs read at their own paths; an image has its own Python."""
         return self._read if in_image else self._shown
 
     def task_sandbox(self, folder: folders.ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
@@ -512,7 +512,7 @@ class ProgramSandboxes:
 
 
 def refuse_shown(shown: Mapping[str, Path], private: Iterable[Path]) -> None:
-    """Raise ConfigError for a folder with a private one."""
+    """Raise ConfigError for a folder that contains a private one."""
     for name, folder in shown.items():
         for hidden in private:
             if hidden.resolve().is_relative_to(folder.resolve()):

@@ -216,7 +216,7 @@ class TaskEnvironments:
     def __init__(
         self, config: AgentConfig, launcher: ProgramLauncher, *, builds: bool = True
     ) -> None:
-        """Prepare; `builds` is that of `EnvironmentPlanner`."""
+        """Prepare; `builds` as in `EnvironmentPlanner`."""
         self._config = config
         self._launcher = launcher
         self._builds = builds
@@ -236,7 +236,7 @@ class TaskEnvironments:
             self._made[task.folder] = making
         made = await asyncio.shield(making)
         made.num_users += 1
-        self._made[task.folder] = self._made.pop(task.folder)  # the last to be removed
+        self._made[task.folder] = self._made.pop(task.folder)  # it becomes the last to be removed
         try:
             yield made.environment
         finally:
@@ -265,7 +265,7 @@ class TaskEnvironments:
 
     async def _make(self, task: HarborTask) -> _Made:
         try:
-            if self._planner is None:  # only jobs with tasks need it
+            if self._planner is None:  # imported here, since only jobs with tasks need it
                 self._planner = await asyncio.to_thread(
                     EnvironmentPlanner, self._config, builds=self._builds
                 )

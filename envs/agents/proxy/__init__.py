@@ -1,1 +1,1 @@
-"""The HTTP endpoint that agent programs call: OpenAI's and Anthropic's APIs over the broker."""
+"""The HTTP endpoint for agent programs: OpenAI's and Anthropic's APIs over the broker."""

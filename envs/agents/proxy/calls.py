@@ -1,4 +1,4 @@
-"""The running calls of programs, and the open episodes.
+"""Running calls of programs, and open episodes.
 
 A call outlives its HTTP request: a client that disconnects and repeats the request finds it. If its
 generator dies, another one continues the answer.
@@ -55,7 +55,7 @@ class GatheredAnswer:
         self.head: CallPart | None = None
         """The first part that is not empty."""
         self.choices = [Delta(choice=number) for number in range(num_choices)]
-        """All of each choice, as one delta."""
+        """The text and tokens of each choice so far, as one delta."""
         self.calls: list[int] = []
         """Numbers of the choices among the episode's calls, once it is whole."""
         self.delivery = 0
@@ -81,7 +81,7 @@ class GatheredAnswer:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     def read_on(self, places: list[tuple[int, int]]) -> list[Delta]:
-        """Return the rest of each choice, and move the places (tokens, characters) to its end."""
+        """Return each choice after `places` (tokens, characters), and move these to its end."""
         rests = [
             choice.of_tokens(num_tokens, text=choice.text[num_chars:])
             for choice, (num_tokens, num_chars) in zip(self.choices, places, strict=True)
@@ -90,7 +90,7 @@ class GatheredAnswer:
         return rests
 
     def begun(self) -> CallPart | None:
-        """Return it as one part, for a generator that continues it; None if it is empty."""
+        """Return the answer as one part, for a generator that continues it; None if it is empty."""
         if self.head is None:
             return None
         deltas = [
@@ -107,15 +107,15 @@ class ProxyTimes:
     """Waits of a proxy."""
 
     failover_s: float = 120.0
-    """For a generator of the episode, from the last message."""
+    """Wait for a generator of the episode, since its last message."""
     keepalive_s: float = 15.0
-    """Between keep-alive signs on an idle stream."""
+    """Interval of keep-alive signs on an idle stream."""
     adopt_s: float = 30.0
-    """For a repeated request, after a client disconnected before its answer was whole."""
+    """Wait for a repeated request, after a client disconnected before its answer was whole."""
     silence_s: float = 10.0
     """Silence after which an answering generator counts as dead."""
     pause_s: float = 0.25
-    """Before another generator is called."""
+    """Pause before another generator is called."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class CallAsker:
     ) -> None:
         """Report whether a program received the whole answer."""
         delivered = CallDelivered(calls=calls, whole=whole)
-        with contextlib.suppress(errors.TinkermqError):  # then unknown until a later call shows it
+        with contextlib.suppress(errors.TinkermqError):  # unknown until a later call shows it
             await self.broker.publish(subjects.delivered, delivered.to_bytes())
 
 
@@ -209,7 +209,7 @@ class RunningCall:
             self._listeners.discard(woken)
 
     def end(self, error: errors.TinkermqError) -> None:
-        """Stop with an error, which every request that waits for it gets."""
+        """Stop with an error, which all waiting requests get."""
         if not self.is_over:
             self.error = error
         self._task.cancel()
@@ -278,7 +278,7 @@ class RunningCall:
             await asyncio.sleep(times.pause_s)
 
     async def _request_once(self, attempt: int) -> None:
-        """Call once; end early if a later holder of the task answers after the first."""
+        """Call once; end early if a later holder of the task answers as well."""
         request = self.request if not attempt else self._again(attempt)
         source = -1
         payload = await self._asker.packed(request, self._num_bytes)
@@ -297,7 +297,7 @@ class RunningCall:
                 self._wake()
 
     def _again(self, attempt: int) -> CallRequest:
-        """Return the request with the received part of its answer."""
+        """Return the request with the part of its answer that was received."""
         again = {
             "request": f"{self.request.request}-{attempt}",
             "begun": self.answer.begun(),
@@ -324,7 +324,7 @@ class ProgramCalls:
         return iter([call for calls in self._calls.values() for call in calls])
 
     def join(self, digest: bytes, *, is_marked: bool) -> RunningCall | None:
-        """Return the call that a request with this digest repeats, if there is one."""
+        """Return the call that a request with this digest repeats, or None."""
         waiting = [call for call in self._calls.get(digest, ()) if call.error is None]
         left = [call for call in waiting if not call.num_listeners]
         joined = left or (waiting if is_marked else [])
@@ -339,7 +339,7 @@ class ProgramCalls:
         self._calls.setdefault(digest, []).append(call)
 
     def leave(self, digest: bytes, call: RunningCall) -> None:
-        """Forget a delivered or failed call; keep another one for a while if no request waits."""
+        """Forget a delivered or failed call; keep any other for a while if no request waits."""
         if call.is_delivered or call.error is not None:
             self._forget(digest, call)
         elif not call.num_listeners and call in self._calls.get(digest, ()):
@@ -385,7 +385,7 @@ _CALL_DIGITS = 3
 _PREFIX = re.compile(r"^[^_-]*[_-]")
 """Prefix of an answer's id."""
 _INPUTS_SHARE = 4
-"""The inputs of answers may take this part of their room in addition."""
+"""Additional room for the inputs of answers, as a share of the room for answers."""
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,7 @@ class KeptAnswers:
 
     def add(self, name: str, answer: KeptAnswer) -> None:
         """Keep an answer by its id; the oldest are dropped to make room."""
-        with contextlib.suppress(ValueError):  # it is larger than the room
+        with contextlib.suppress(ValueError):  # the answer is larger than the room
             self._answers[name] = answer
 
     def find(self, name: str) -> KeptAnswer:
@@ -432,7 +432,7 @@ class EpisodeSubjects(NamedTuple):
 
     @classmethod
     def of(cls, scope: JobScope, episode: str) -> "EpisodeSubjects":
-        """Return those of an episode; MessageError for an id that no subject may hold."""
+        """Return those of an episode; MessageError for an id that is not allowed in subjects."""
         return cls(*(scope.episode(episode, verb) for verb in cls._fields))
 
 
@@ -538,8 +538,8 @@ class OpenEpisodes:
     def find(self, presented: Iterable[str]) -> OpenEpisode:
         """Return the episode of one of the keys of a request.
 
-        Only salted digests are looked up, so that the time of the search reveals nothing about
-        other keys. Raises KeyRefused with the reason.
+        Only salted digests are looked up, so that timing reveals nothing about other keys. Raises
+        KeyRefused with the reason.
         """
         past = ""
         keys = [bare_key(key) for key in presented if key]

@@ -1,7 +1,7 @@
 """HTTP for programs: bodies, answers, and the errors of the proxy.
 
-Many programs do not read `x-should-retry`, so each status is one that was measured to end a call,
-or to have it repeated.
+Many programs ignore `x-should-retry`, so the statuses were chosen by tests of client libraries:
+each one ends a call or makes clients repeat it.
 """
 
 import json
@@ -34,13 +34,13 @@ _STREAM = (
 
 
 class KeyRefused(AuthError):
-    """A key that belongs to no open episode."""
+    """The key belongs to no open episode."""
 
     status = 401
 
 
 class TooLarge(RequestError):
-    """A body, or its message, over the limit."""
+    """A body, or its message, exceeds the limit."""
 
     status = 413
 
@@ -50,13 +50,13 @@ class NobodyPlays(BrokerError):
 
 
 class NoSuchEndpoint(RequestError):
-    """A path or method that is not served, or an answer that does not exist."""
+    """The path or method is not served, or the answer does not exist."""
 
     status = 404
 
 
 class UnreadableBody(RequestError):
-    """A body in an unsupported encoding."""
+    """The encoding of a body is not supported."""
 
     status = 415
 
@@ -80,7 +80,7 @@ class BodyRoom:
 
 
 async def read_body(request: Request, most: int, room: BodyRoom | None = None) -> bytes:
-    """Return a body; TooLarge, as soon as it is known, for one over `most` bytes.
+    """Return a body; TooLarge, as soon as possible, for one of more than `most` bytes.
 
     The body takes up `room` while it is read; BusyError if too little is left.
     """
@@ -112,7 +112,7 @@ class JsonAnswer(Response):
         return content if isinstance(content, bytes) else dumped(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; the end of a large one waits until the program has read the rest."""
+        """Send the answer; the end of a large one waits until the program has read the rest."""
         is_large = len(self.body) > _LARGE
         await send(
             {
@@ -130,7 +130,7 @@ class EventStream:
     """An answer of server-sent events."""
 
     def __init__(self, send: Send) -> None:
-        """Send by `send`; nothing is sent yet."""
+        """Prepare a stream that writes with `send`."""
         self.is_started = False
         self._send = send
 
@@ -174,13 +174,13 @@ def status_of(error: TinkermqError, api: ModelApi) -> int:
 
 
 def worded(error: TinkermqError, api: ModelApi) -> dict[str, Any]:
-    """Return an error as the API words it."""
+    """Return an error in the form of the API."""
     error = _own_words(error, api) if isinstance(error, ContextTooLong) else error
     return api.error(error, status_of(error, api))
 
 
 def _own_words(error: ContextTooLong, api: ModelApi) -> ContextTooLong:
-    """Word a context that is too long as the API's maker does: it makes programs compact."""
+    """Return the API's own text for a context that is too long, which makes programs compact it."""
     if api is MESSAGES:
         return ContextTooLong(f"prompt is too long: {error.message}")
     counts = _COUNTS.search(error.message)

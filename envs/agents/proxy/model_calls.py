@@ -1,4 +1,4 @@
-"""A program's calls of the model: read, sent to a generator, and answered in its API's words."""
+"""Reads a program's calls of the model, sends them to a generator, and answers in its API."""
 
 import asyncio
 import secrets
@@ -48,7 +48,7 @@ class AnswerReading:
     def __init__(self, api: ModelApi, model_request: ModelRequest, request: str) -> None:
         """Read the answer to call `request` from its beginning."""
         self.id = ""
-        """The answer's id, once anything of it is known."""
+        """The answer's id, once its first part has arrived."""
         self._api = api
         self._messages = model_request.messages
         self._model = model_request.model
@@ -62,7 +62,7 @@ class AnswerReading:
         self._extra: dict[str, Any] = {}
 
     def news(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Yield events for the new part of the answer; the last ones once it is whole."""
+        """Yield events for the new part of the answer, and the last ones when it is whole."""
         if gathered.head is None:
             return
         yield from self._read(gathered)
@@ -132,7 +132,7 @@ class ModelCalls:
     """Answers the model endpoints."""
 
     def __init__(self, asker: CallAsker, room: BodyRoom | None = None) -> None:
-        """Send calls by `asker`; `room` is for bodies, if it is shared."""
+        """Send calls with `asker`; `room` is the memory for bodies, if it is shared."""
         self._asker = asker
         self._room = room or BodyRoom(MAX_BODIES_BYTES)
 
@@ -269,7 +269,7 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     model_request = api.read(value)
-    # the job sets these, not the program
+    # sampling options are set by the job, not by the program
     echo = {**model_request.echo, "temperature": None, "top_p": None} if model_request.echo else {}
     return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()
 

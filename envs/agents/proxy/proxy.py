@@ -56,7 +56,7 @@ _QUIET: Mapping[str, str] = {
 
 
 def model_environment(episode: ProgramEpisode, base_url: str) -> dict[str, str]:
-    """Return the variables that point a program at the proxy at `base_url`, without last slash."""
+    """Return the variables that point a program at the proxy; `base_url` has no last slash."""
     key = episode.key
     return {
         "OPENAI_BASE_URL": f"{base_url}/v1",
@@ -73,7 +73,7 @@ def model_environment(episode: ProgramEpisode, base_url: str) -> dict[str, str]:
 
 
 class ModelProxy:
-    """Speaks OpenAI's and Anthropic's APIs with programs, and NATS with generators.
+    """Offers OpenAI's and Anthropic's APIs to programs, and calls generators over NATS.
 
     Use it as an async context manager, in which it listens on 127.0.0.1. The key of an episode is
     valid from `open` to `close`. With the URL of the pool's gateway, programs elsewhere use the
@@ -133,7 +133,7 @@ class ModelProxy:
         return len(self._episodes)
 
     def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[None]:
-        """Listen also at a program's socket, in the program's own network, while it runs."""
+        """Also listen on a socket in a program's own network, while the program runs."""
         return self._server.listening(listening)
 
     def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
@@ -203,7 +203,7 @@ class HostPosts:
     """Listens for posts of the open episodes of one host, and of recent ones."""
 
     def __init__(self, broker: Broker, scope: JobScope, routes: ProxyRoutes) -> None:
-        """Answer by `routes`, the host's own endpoints."""
+        """Answer with `routes`, the host's own endpoints."""
         self._broker = broker
         self._scope = scope
         self._routes = routes
@@ -239,7 +239,7 @@ class HostPosts:
         self._open[name] = posted
 
     def close(self, episode: str) -> None:
-        """Answer that an episode is over, until many later ones are."""
+        """Answer that an episode is over, for the most recent ended episodes."""
         posted = self._open.pop(episode, None)
         if posted is None:
             return
@@ -274,7 +274,7 @@ class _PostedEpisode:
     )
 
     async def answer(self, post: EpisodePost, tell: Tell[EpisodePosted]) -> EpisodePosted:
-        """Process a report, and its request if it has one; KeyRefused for another key."""
+        """Process a report, and its request if there is one; KeyRefused for another key."""
         del tell
         episode = self.opened.episode
         if not secrets.compare_digest(bare_key(post.key).encode(), episode.key.encode()):
@@ -286,7 +286,7 @@ class _PostedEpisode:
         return posted.model_copy(update={"over": episode.over or end})
 
     def settle(self) -> None:
-        """Count no call as open any more."""
+        """Stop counting calls as open."""
         for source in list(self.sources):
             self._set_open(source, 0)
 
@@ -296,7 +296,7 @@ class _PostedEpisode:
         try:
             await (await self.listening).stop()
         except TinkermqError:
-            return  # it never started, or the connection was lost
+            return  # the subscription never started, or the connection was lost
 
     def _process_report(self, post: EpisodePost) -> None:
         episode = self.opened.episode
@@ -312,7 +312,7 @@ class _PostedEpisode:
         episode.changed.set()
 
     def _set_open(self, source: str, num_open: int) -> None:
-        """Count so many calls of a gateway as open, for a while."""
+        """Set the number of open calls at a gateway, valid for a while."""
         before, timer = self.sources.pop(source, (0, None))
         if timer is not None:
             timer.cancel()
@@ -328,7 +328,7 @@ class _PostedEpisode:
 
 
 async def _answered(routes: ProxyRoutes, post: EpisodePost) -> EpisodePosted:
-    """Answer a program's request by the proxy's endpoints."""
+    """Answer a program's request with the proxy's endpoints."""
     if not is_about_episode(post.method, post.path):
         return EpisodePosted(status=404, body=b"{}")
     sent: list[Mapping[str, Any]] = []

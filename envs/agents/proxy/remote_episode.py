@@ -1,4 +1,4 @@
-"""A gateway's side of a program elsewhere: answers its requests, and reports to its host.
+"""The gateway's part of an episode whose program runs elsewhere: requests, and reports to its host.
 
 Model calls go to the episode's generator, as in the host's own proxy; the host answers all other
 requests, so any gateway can serve any request of it. A gateway stores only open calls and its own
@@ -38,18 +38,18 @@ _ANSWERED_S = 2.0
 
 @dataclass(frozen=True)
 class HostTimes:
-    """How long a gateway waits for the hosts of episodes."""
+    """Times and limits of a gateway's messages to the hosts of episodes."""
 
     report_s: float = 2.0
-    """Between reports while calls are open."""
+    """Interval of reports while calls are open."""
     silence_s: float = 10.0
-    """For an answer of the host."""
+    """Time limit of a host's answer."""
     away_s: float = 10.0
-    """For a missing host, before its episode counts as over."""
+    """Time without the host after which its episode counts as over."""
     first_s: float = 5.0
-    """The same for the first answer of all."""
+    """The same limit before the host's first answer."""
     patience_s: float = 120.0
-    """For an answer, even while the broker is away."""
+    """Time limit of an answer while the broker may be away."""
 
 
 class RemoteEpisode:
@@ -65,7 +65,7 @@ class RemoteEpisode:
         times: ProxyTimes | None = None,
         host_times: HostTimes | None = None,
     ) -> None:
-        """`broker` is connected with `key`; `room` is for the bodies of all programs."""
+        """`broker` is connected with `key`; `room` is the memory for the bodies of all programs."""
         self.used = time.monotonic()
         """When its last request ended."""
         self.num_requests = 0
@@ -94,13 +94,13 @@ class RemoteEpisode:
 
     @property
     def over(self) -> str:
-        """Why its program's calls are no longer answered; empty while they are."""
+        """Why its program's calls are not answered any more; empty: they are answered."""
         return self._episode.over
 
     async def check(self) -> None:
         """Check that the host accepts the key.
 
-        Raises KeyRefused if it does not, or without a host, NobodyPlays if that is unknown.
+        Raises KeyRefused if it does not, or if there is no host; NobodyPlays if that is unknown.
         """
         try:
             await self._send_patiently(self._post())
@@ -136,7 +136,7 @@ class RemoteEpisode:
         await self.broker.close()
 
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
-        """Report an answered call to the host, before the program gets its end."""
+        """Report an answered call to the host before the program gets the end of the answer."""
         self._unreported.append(ReportedCall(names=names, calls=calls))
         del self._unreported[:-_MAX_UNREPORTED]
         with contextlib.suppress(errors.TinkermqError, TimeoutError):  # the next report has it
@@ -144,7 +144,7 @@ class RemoteEpisode:
                 await self._send(self._post())
 
     async def look_up(self, name: str) -> None:
-        """Find the call of an id, which another gateway may have answered."""
+        """Find the call with an id, which another gateway may have answered."""
         try:
             self._opened.call_number(name)
         except errors.NotFoundError:
@@ -238,7 +238,7 @@ class RemoteEpisode:
     def _miss(self) -> None:
         """Count the host as away; the episode is over after a while.
 
-        While the broker is away, or has just come back, the host may be there.
+        The host is not counted as away while the broker is away or has just come back.
         """
         now = time.monotonic()
         if not self.broker.settled:

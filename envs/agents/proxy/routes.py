@@ -40,7 +40,7 @@ _ROLE_CHARS = 100
 
 
 def post_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward, call? | branch?, info?, mode?}`: of the episode, a call or a branch."""
+    """Read `{reward, call? | branch?, info?, mode?}`: of the episode, a call or a branch."""
     fields = _fields(raw)
     reward = _reward(fields, "reward")
     mode = fields.text("mode", "set")
@@ -59,7 +59,7 @@ def post_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, An
 
 
 def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{status, reward?, success?, info?, message?}`; the first post counts."""
+    """Read `{status, reward?, success?, info?, message?}`; the first post counts."""
     del name
     fields, episode = _fields(raw), opened.episode
     status = fields.text("status", "done")
@@ -88,7 +88,7 @@ def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
 
 
 def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{call | branch, role?, train?}`: a branch's name, and whether a call is trained."""
+    """Read `{call | branch, role?, train?}`: a branch's name, and whether a call is trained."""
     del name
     fields, episode = _fields(raw), opened.episode
     call, branch = _call(opened, fields.any("call")), _call(opened, fields.any("branch"), "branch")
@@ -231,7 +231,7 @@ class ProxyRoutes:
     ) -> None:
         """Serve the programs of `episodes`; `seen` is called with each request.
 
-        `relay` answers requests about the episode itself, where its host is elsewhere.
+        `relay` answers requests about the episode itself if its host is elsewhere.
         """
         self.calls = calls
         self.relay = relay
@@ -288,7 +288,7 @@ class ProxyRoutes:
 
 
 def api_of(path: tuple[str, ...]) -> ModelApi:
-    """Return the API in whose words errors come under a path."""
+    """Return the API whose form errors have under a path."""
     return {"messages": MESSAGES, "responses": RESPONSES}.get(path[0] if path else "", CHAT)
 
 
@@ -350,7 +350,7 @@ async def _kept(request: Request) -> Response:
 
 
 async def _inputs(request: Request) -> Response:
-    """List what an answer was asked with, the newest first unless `order` is asc."""
+    """List the input messages of an answer, the newest first unless `order` is asc."""
     inputs = _opened(request).inputs.find(request.path_params["name"])
     items: list[dict[str, Any]] = inputs.make()["data"]
     if request.query_params.get("order") != "asc":
@@ -449,14 +449,14 @@ _ROUTER = Router(
 
 
 def is_about_episode(method: str, path: str) -> bool:
-    """Return whether a request is about an episode itself, with no key in its path."""
+    """Return whether a request is about an episode itself; its path has no key."""
     key, parts = split_path(path)
     scope = {"type": "http", "method": method, "path": f"/{'/'.join(parts)}"}
     return not key and any(route.matches(scope)[0] is Match.FULL for route in _EPISODE_ROUTES)
 
 
 def split_path(path: str) -> tuple[str, tuple[str, ...]]:
-    """Return the key in a path, if it has one, and what follows, without the version."""
+    """Return the key in a path, if there is one, and the rest without the version."""
     parts = [part for part in path.split("/") if part]
     key = ""
     if len(parts) >= 2 and parts[0] == "e":

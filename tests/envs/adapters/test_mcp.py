@@ -235,7 +235,7 @@ async def test_a_server_that_cannot_be_used_is_told_with_the_reason(mode: str, w
         ({"servers": [{"url": "ftp://b"}]}, r"servers\[0\].url"),
         ({"servers": [{"comand": "a"}]}, r"servers\[0\].comand"),
         ({"servers": [{"command": "a", "headers": {"x": "y"}}]}, "headers"),
-        ({"servers": [{"command": "a", "prompts": [{"nam": "y"}]}]}, "names no prompt"),
+        ({"servers": [{"command": "a", "prompts": [{"nam": "y"}]}]}, "does not name a prompt"),
         ({"servers": [{"command": "a", "name": "x"}] * 2}, "several .* have the name x"),
         (
             {"servers": [{"url": "http://a.example/mcp"}]},
