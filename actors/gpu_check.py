@@ -1,8 +1,8 @@
 """Quick checks of this machine's GPUs, for `tinkermq doctor --gpu`.
 
 The command starts `python -m tinkermq.actors.gpu_check` (see `schemas/checks.py`). Each check is a
-process of its own with a deadline, so that a crash, a hang or an error of CUDA fails that check and
-no other. Longer checks are in `tests/gpu`.
+process of its own with a deadline, so that a crash, a hang or an error of CUDA fails only that
+check. Longer checks are in `tests/gpu`.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ class GpuCheck(NamedTuple):
 
     name: str
     place: str
-    """`module:function`; the function returns what it measured, as text."""
+    """`module:function`; the function returns its measurements as text."""
     deadline_s: float
     hint: str
-    """What to do where it fails, if the error itself does not say it."""
+    """Hint for a failure whose error has no hint."""
 
 
 _HERE = "tinkermq.actors.gpu_check"
 DEVICE = GpuCheck("device", f"{_HERE}:check_device", 60, "install the torch that fits the driver")
-"""The check without which no other runs."""
+"""The check that all others require."""
 CHECKS = (
     DEVICE,
     GpuCheck(
@@ -73,7 +73,7 @@ CHECKS = (
 
 
 def main() -> None:
-    """Print the result of each check as it ends."""
+    """Print the result of each check when it ends."""
     versions = ", ".join(" ".join(item) for item in read_versions().items())
     machine = CheckResult(name="versions", outcome="ok", detail=versions)
     with contextlib.suppress(KeyboardInterrupt):
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of Python, of the NVIDIA driver, and of what computes on GPUs."""
+    """Return the versions of Python, the NVIDIA driver, and the packages that use GPUs."""
     versions = {"python": platform.python_version(), "driver": _read_driver_version()}
     for package in _PACKAGES:
         try:
@@ -117,7 +117,7 @@ def run_checks(checks: Sequence[GpuCheck]) -> Iterator[CheckResult]:
 
 
 def run_check(check: GpuCheck) -> CheckResult:
-    """Run one check to its end or its deadline; no process of it is left then."""
+    """Run one check to its end or its deadline, and leave none of its processes."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tinkermq-gpu-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -154,7 +154,7 @@ def _run_process(check: GpuCheck, folder: Path) -> int | None:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a check with all that it started; children with a session of their own die with it."""
+    """Kill a check and its children; children with their own session end with their parent."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -164,7 +164,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_result(folder: Path) -> CheckResult | None:
-    """Return the result that a process wrote; None where it ended before."""
+    """Return the result that a process wrote; None if it ended before."""
     try:
         return CheckResult.model_validate_json((folder / "result").read_bytes())
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def _call_check(check: GpuCheck) -> CheckResult:
 
 
 def check_device() -> str:
-    """Find the GPUs and compute a sum on each; EngineError where one fails or there is none."""
+    """Find the GPUs and compute a sum on each; EngineError if one fails or there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -247,7 +247,7 @@ def _missing_gpu_error(torch_version: str, cuda_version: str | None) -> EngineEr
 
 
 def check_nccl() -> str:
-    """Sum over all GPUs of the machine, one process each."""
+    """Sum over all GPUs of the machine, with one process for each."""
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -380,7 +380,7 @@ def _attend_sdpa(q: Any, k: Any, v: Any, lengths: tuple[int, ...]) -> Any:
 
 
 def check_engine() -> str:
-    """Start vLLM, or transformers where that is not installed, and generate some tokens."""
+    """Start vLLM, or transformers if vLLM is not installed, and generate some tokens."""
     return asyncio.run(_generate("vllm" if find_spec("vllm") else "transformers"))
 
 

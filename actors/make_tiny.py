@@ -1,6 +1,6 @@
-"""Write a tiny random model to try things with: `python -m tinkermq.actors.make_tiny FOLDER`.
+"""Write a tiny random model for experiments: `python -m tinkermq.actors.make_tiny FOLDER`.
 
-It is a real model of a real class that knows nothing; a CPU core trains it in seconds.
+It has a real model class and random weights; a CPU core trains it in seconds.
 """
 
 import argparse
@@ -21,7 +21,8 @@ _WITH_TOOLS = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
 """
-"""Names of tools first; calls as Hermes models write them, so that agent programs may make some."""
+"""Names of tools first; calls are in the format of Hermes, so that agent programs can call
+tools."""
 
 
 def main() -> None:

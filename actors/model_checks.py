@@ -1,8 +1,8 @@
 """Check a job's model with the code that the run uses: template, lengths, data, weights, saving.
 
 Nothing is trained and no weights are read: the model is built on torch's meta device, which has
-shapes and no memory. `env check --model`, `train --dry-run` and nodes start this as a process of
-their own (see `schemas/checks.py`): one packed map comes in on the standard input.
+shapes but no memory. `env check --model`, `train --dry-run` and nodes start this as a process of
+their own (see `schemas/checks.py`): it reads one packed map from standard input.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .policy.chat import ChatTokenizer, make_chat, open_chat
 from .storage.adapters import base_of, is_adapter
 
 ROWS_S = 60.0
-"""Time for the rows of a job's conversations; of more, the first are checked."""
+"""Seconds for checking the rows of a job's conversations; later rows are not checked."""
 
 
 def model_checks(
@@ -132,7 +132,7 @@ def _check_rows(config: JobConfig) -> str:
 
 
 def _check_weights(model: ModelConfig) -> str:
-    """Compare the shapes of the stored tensors with those of the model that is configured."""
+    """Compare the shapes of the stored tensors with those of the configured model."""
     import torch
 
     path = _base_path(model)
@@ -177,7 +177,7 @@ def _check_adapter(config: JobConfig) -> str:
 
 
 def _check_saving(model: ModelConfig) -> str:
-    """Write all of a checkpoint but its weights as a learner does, and read it again."""
+    """Write a checkpoint without weights as a learner does, and read it again."""
     model_folder.check_saving(
         _base_path(model),
         model.tokenizer or model.path,
@@ -187,7 +187,7 @@ def _check_saving(model: ModelConfig) -> str:
 
 
 def _base_path(model: ModelConfig) -> str:
-    """Return the model's folder, or the one below its adapters."""
+    """Return the model's folder, or that of the base below its adapters."""
     path = model.path
     while is_adapter(path):
         path = base_of(path)
@@ -195,7 +195,7 @@ def _base_path(model: ModelConfig) -> str:
 
 
 def main() -> None:
-    """Print the results for the request on the standard input."""
+    """Print the results for the request on standard input."""
     request = unpack(sys.stdin.buffer.read())
     config = JobConfig.model_validate(request["config"])
     exchanges = [Exchange(**exchange) for exchange in request["exchanges"]]

@@ -1,7 +1,7 @@
 """Send one notification, in a process that the scheduler starts for each.
 
-The process can be killed: the server behind a user's URL may answer slowly, or without an end. The
-URL is a secret and is read from the standard input; nothing is printed.
+The scheduler can kill the process if the server of a user's URL answers slowly or endlessly. The
+URL is a secret and is read from standard input; nothing is printed.
 """
 
 import json
@@ -10,13 +10,13 @@ import sys
 from typing import Any
 
 TOLD, REFUSED, NO_APPRISE = 0, 1, 4
-"""Exit codes: the service took it, it did not, the package is missing."""
+"""Exit codes: the notification was sent, it was refused, the package is missing."""
 _MEMORY_BYTES = 1 << 30
-"""Of the process, with what an answer holds."""
+"""Memory limit of the process, including an answer."""
 
 
 def main() -> None:
-    """Send what the standard input holds, `[url, title, text]` as JSON."""
+    """Send the notification on standard input: `[url, title, text]` as JSON."""
     url, title, text = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     sys.exit(send_by_apprise(url, title, text))

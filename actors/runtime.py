@@ -1,9 +1,9 @@
-"""What every actor has in common: start, logs, heartbeat, micro service, signals, end.
+"""Shared code of all actors: start, logs, heartbeat, micro service, signals, end.
 
 An actor's module parses its arguments, then calls `run_actor` with a coroutine function. That
-function gets an `ActorContext` and returns when the work is done or `stopping` is set. Exit codes
-tell the node what to do: after 0 (done) and 2 (failed by a mistake of the user's, which a restart
-cannot mend) the actor has ended; after any other code it is restarted if the job still needs it.
+function gets an `ActorContext` and returns when the work is done or `stopping` is set. The exit
+code decides on a restart by the node: after 0 (done) and 2 (a mistake of the user, which a restart
+cannot repair) the actor has ended; after any other code it is restarted if the job still needs it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ EXIT_OUT_OF_MEMORY = 4
 """Exit code of an actor that was stopped before its work was done: another node continues it."""
 SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
-"""Services that may not make the buckets that all jobs share, and wait for them."""
+"""Services that may not create the buckets that all jobs share, and wait for them."""
 _SHARED_DEADLINE_S = 60.0
 
 S = TypeVar("S")
@@ -86,7 +86,7 @@ class ActorContext:
             self.on_progress()
 
     def set_state(self, state: str, *, version: int | None = None) -> None:
-        """Record in the heartbeat what the actor does now."""
+        """Record the actor's present work in the heartbeat."""
         changes: dict[str, Any] = {"state": state}
         if version is not None:
             changes["version"] = version
@@ -94,13 +94,13 @@ class ActorContext:
 
     @contextlib.contextmanager
     def waiting(self, for_what: str) -> Iterator[None]:
-        """Record a wait in the heartbeat, so that a stuck job shows which actor waits for what."""
+        """Record a wait in the heartbeat, which shows why a job is stuck."""
         with self._named((for_what, None)):
             yield
 
     @contextlib.contextmanager
     def missing(self, what: str, since: float | None = None) -> Iterator[None]:
-        """Record a wait for something outside the pool, `since` a time (default: now)."""
+        """Record a wait for something outside the pool since a time (default: now)."""
         with self._named((what, time.time() if since is None else since)):
             yield
 
@@ -118,7 +118,7 @@ class ActorContext:
             self._waits.remove(wait)
 
     async def unless_stopping(self, awaitable: Coroutine[Any, Any, T], stopped: S) -> T | S:
-        """Await something until it is done, or return `stopped` once `stopping` is set."""
+        """Await an awaitable, or return `stopped` once `stopping` is set."""
         work = asyncio.ensure_future(awaitable)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -129,7 +129,7 @@ class ActorContext:
                 task.cancel()
 
     def beat(self) -> Presence:
-        """Return the heartbeat as of now."""
+        """Return the current heartbeat."""
         missing = [wait for wait in self._waits if wait[1] is not None]
         waits_for, since = (missing or self._waits or [("", None)])[0 if missing else -1]
         if (trouble := self.broker.availability.trouble) is not None:
@@ -154,7 +154,7 @@ class JobContext(ActorContext):
     record: JobRecord = field(kw_only=True)
     config: JobConfig = field(kw_only=True)
     own_bytes: Callable[[], dict[str, int]] = dict
-    """Bytes of this actor's memory by kind, as far as it knows them."""
+    """Known bytes of this actor's memory by kind."""
     _control_handler: ControlHandler | None = None
     _serves_control: bool = False
 
@@ -183,7 +183,7 @@ class JobContext(ActorContext):
         await publish_event(self.broker, self.scope, event, message_id=once)
 
     async def serve_control(self, handler: ControlHandler | None = None) -> None:
-        """Answer control requests with the actor's `handler`; without one, `stop` drains.
+        """Answer control requests with the actor's `handler`; without one, `stop` drains the actor.
 
         It may be called again with the handler of an actor that has finished starting.
         """
@@ -227,7 +227,7 @@ def settle_memory() -> None:
 
 
 def actor_arguments(role: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of an actor of a job; nothing heavy is imported before this."""
+    """Parse the arguments of an actor of a job; no large package is imported before this."""
     parser = argparse.ArgumentParser(prog=f"python -m tinkermq.actors.{role}")
     _add_nats(parser)
     parser.add_argument("--user", default="local", help="owner of the job (default: local)")
@@ -286,7 +286,7 @@ def run_job_actor(
                 code = await main(context)
             except TinkermqError as error:
                 if not error.may_pass:
-                    with contextlib.suppress(TinkermqError):  # told by the node, too
+                    with contextlib.suppress(TinkermqError):  # the node reports it, too
                         await context.failed(error)
                 raise
         await service.stop()
@@ -412,10 +412,10 @@ def _stop_on_signal(
     return stopping
 
 
-# -- what the memory of a process holds ------------------------------------------------------------
-# For `tinkermq profile --memory`. The kernel counts the pages; the actor adds which of its own
-# bytes they are. What is left is torch and the other libraries, activations, and memory that the
-# allocator keeps for what comes next.
+# -- the memory of a process -----------------------------------------------------------------------
+# For `tinkermq profile --memory`. The kernel counts the pages; the actor reports the bytes of its
+# own data. The rest is torch and other libraries, activations, and free memory that the allocator
+# keeps.
 
 _STATUS = Path("/proc/self/status")
 _PAGES = Path("/proc/self/smaps_rollup")
@@ -429,11 +429,11 @@ _FIELDS = {
 
 
 def read_process_memory() -> dict[str, int]:
-    """Return bytes of this process as Linux counts them; nothing on other systems.
+    """Return bytes of this process as Linux counts them; empty on other systems.
 
-    `resident` is all that is mapped and in memory, `private` what no other process has, and
-    `proportional` divides pages by the processes that have them; of this `shared_memory` are
-    those of files in memory. `peak` is the highest `resident` so far.
+    `resident` are all mapped pages in memory, `private` those of no other process, `proportional`
+    divides pages by the number of their processes; `shared_memory` is the part of it in memory
+    files. `peak` is the highest `resident` so far.
     """
     try:
         pages, status = _PAGES.read_text(), _STATUS.read_text()
@@ -464,7 +464,7 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 
 
 def return_free_memory() -> None:
-    """Return freed memory to the system, where the C library keeps it.
+    """Return freed memory that the C library keeps to the system.
 
     glibc keeps freed memory that lies between other allocations, such as the activations of a
     step. With other C libraries this does nothing.
@@ -478,7 +478,7 @@ def return_free_memory() -> None:
 
 
 class _Patient:
-    """A stream whose file may be on a full disk: its buffer keeps what cannot be written yet."""
+    """A stream whose file may be on a full disk: it buffers data that cannot be written yet."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

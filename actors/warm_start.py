@@ -71,7 +71,7 @@ RECIPES = {
 
 
 OWN = Recipe(steps=300, lr=3e-3, width=64, conversations=2048)
-"""The recipe of a user's module; it makes a vision-language model if `VISION` is true there."""
+"""The recipe for a user's module; it makes a vision-language model if `VISION` is true there."""
 
 
 def module_of(game: str) -> str:
@@ -130,7 +130,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
         return None
     import torch
 
-    torch.set_num_threads(1)  # more threads slow a tiny model down, and sum in another order
+    torch.set_num_threads(1)  # more threads slow a tiny model down and change the order of sums
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -146,7 +146,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
 
 
 def _save(game: str, folder: Path, recipe: Recipe, seed: int) -> None:
-    """Write the random model that the warm start begins with."""
+    """Write the random model with which the warm start begins."""
     from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
 
     width, layers = recipe.width, recipe.layers
@@ -214,7 +214,7 @@ def _conversations(game: str, seed: int) -> Iterator[list[ChatMessage]]:
 
 
 def _tokens(chat: "ChatTokenizer", messages: list[ChatMessage]) -> "TokenSequence":
-    """Tokenise a conversation as the agent loop would; mark the tokens of the assistant."""
+    """Tokenise a conversation like the agent loop; mark the tokens of the assistant."""
     import numpy as np
 
     from .training.micro_batch import TokenSequence

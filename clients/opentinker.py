@@ -256,7 +256,7 @@ def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the leaves of a tree under dotted keys; free maps of ours stay whole."""
+    """Return the leaves of a tree under dotted keys; free maps of our keys are not divided."""
     leaves: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -277,7 +277,7 @@ _SECTIONS = frozenset(JobConfig.model_fields) - _OURS
 
 
 def _find(key: str, value: Any) -> Translation | None:
-    """Return the table's entry for a key, or None for a key of ours."""
+    """Return the table's entry for a key, or None for one of our own keys."""
     if key in TABLE:
         return TABLE[key]
     if key in _OURS or (key in _SECTIONS and value == {}):

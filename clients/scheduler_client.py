@@ -392,7 +392,7 @@ class AsyncPoolUsers(base.PoolClient):
 class PoolUsers(base.SyncTwin[AsyncPoolUsers]):
     """The users of a pool with authentication, for admins; the same as `tinkermq user`.
 
-    Raises AuthError for users who are not admins, BrokerError at a pool without users.
+    Raises AuthError for users without the role admin, BrokerError for a pool without users.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

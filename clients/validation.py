@@ -47,7 +47,7 @@ def split_checkpoint_name(name: str) -> tuple[str, str | None]:
 def full_checkpoint_name(name: str) -> str:
     """Return `RUN@STEP` for a name that users type: `RUN` means its newest checkpoint.
 
-    A `tinker://` path stays as it is.
+    A `tinker://` path is not changed.
     """
     if is_path(name):
         return name

@@ -94,7 +94,7 @@ class _Checker:
     def __init__(
         self, config: EnvConfig, seed: int, game_class: type[AbstractGame] | None, stack: ExitStack
     ) -> None:
-        """Open nothing yet; `stack` closes what is opened."""
+        """Open nothing yet; `stack` closes opened games and data."""
         self._config = config
         self._seed = seed
         self._class = game_class
@@ -296,7 +296,7 @@ def game_checks(
 ) -> Iterator[Check]:
     """Yield the checks of a game; the first two import it and open its data without playing it.
 
-    `stack` closes what they open.
+    `stack` closes opened games and data.
     """
     checker = _Checker(config, seed, game_class, stack)
     yield Check("the game imports", checker.imports, is_required=True)

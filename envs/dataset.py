@@ -489,7 +489,7 @@ def _without_filled(value: Any, kind: Any) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Unpack one file; print an error of ours as JSON and exit with code 2."""
+    """Unpack one file; print a TinkermqError as JSON and exit with code 2."""
     path, rows, ends = (Path(argument) for argument in argv)
     try:
         _unpack(path, rows, ends)

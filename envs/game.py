@@ -1,4 +1,4 @@
-"""The class that a user writes: one game, one instance per episode.
+"""The base class of games, with one instance per episode.
 
 The method names follow OpenTinker's, so a game written for it runs here after changing its import.
 The values that a game returns are checked once, here; a wrong type is a GameError with the game's

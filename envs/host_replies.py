@@ -121,7 +121,7 @@ class StepAnswer:
         )
 
     def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:
-        """Return the present result of one action; an error goes to the failed ones."""
+        """Return the present result of one action; an error is added to the failed actions."""
         if isinstance(answer, TinkermqError):
             self._fail(answer)
             return None

@@ -207,7 +207,7 @@ class FunctionSource:
             self._parameters = frozenset(item.name for item in parameters)
 
     async def score(self, case: Case) -> Score:
-        """Call the function; RewardError with its traceback for what it raises."""
+        """Call the function; RewardError with the traceback of its exception."""
         if self._is_async:
             return await self._in_loop(lambda: self._called(case))
         answer = await self._in_thread(case)

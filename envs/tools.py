@@ -68,7 +68,7 @@ class ToolResult:
 
 
 class ToolGame(AbstractGame):
-    """A game whose policy calls tools; a turn without a call goes to `answer`.
+    """A game whose policy calls tools; `answer` gets a turn without a call.
 
     Subclasses write `get_tools` and `call_tool`, and `reset` and the prompts like any game.
     """

@@ -2,17 +2,16 @@
 
 Rows of data, prompts of games and requests of programs spell one message in many ways: a call's
 arguments as JSON text or as an object, absent fields as null, a call with or without its type, the
-legacy `function_call`. This module is the one reader of all of them. It reads its own results
-unchanged.
+legacy `function_call`. This is the only module that reads them. It reads its own results unchanged.
 
 - A message has a role and a content: a text, or a list of parts if some are images. With calls or
   reasoning the content may be null, which becomes the empty text. A tool result that is not text
   becomes JSON. `developer` becomes `system`; `function` and `ipython` become `tool`.
 - `tool_calls` is a list of `{"type": "function", "function": {"name": …, "arguments": {…}}}`. The
   arguments are an object; texts within them that look like JSON stay texts.
-- Null means absent in a message, a call and a tool. Within arguments it is a value, and so it is
-  where a JSON schema has values (`default`, `const`, `enum`, `examples`). The structs of a parquet
-  file have the keys of all rows; their nulls are removed when the file is read (`data.unpack`).
+- Null means absent in a message, a call and a tool. It is a value within arguments, and where a
+  JSON schema has values (`default`, `const`, `enum`, `examples`). The structs of a parquet file
+  have the keys of all rows; their nulls are removed when the file is read (`data.unpack`).
 """
 
 import base64
@@ -36,7 +35,7 @@ _CONTENT_FIELDS = frozenset({"content", "tool_calls", "function_call", "refusal"
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of a JSON schema that map names to schemas."""
 _VALUES = ("default", "const", "enum", "example", "examples")
-"""Keywords of a JSON schema that have values, which may be null."""
+"""Keywords of a JSON schema whose values may be null."""
 _OF_FUNCTION = frozenset({"name", "arguments", "description", "strict"})
 _SHOWN = 80
 _CALL = 'a call is {"type": "function", "function": {"name": …, "arguments": {…}}}'
@@ -53,7 +52,7 @@ class UnreadableMessageError(DataError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where messages come from, for errors."""
+    """The source of messages, for errors."""
 
     column: str = "messages"
     """Column of a row, or parameter of a request."""
@@ -417,7 +416,7 @@ class _Message:
             if parsed is not None:
                 return arguments if self._origin.keeps_text else parsed
             if self._origin.is_request:
-                return arguments  # the model wrote this text, and the template shows it
+                return arguments  # the model wrote this text, and the template renders it
         raise self._origin.error(
             f"[{self._number}]{path}.arguments",
             arguments,

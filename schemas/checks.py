@@ -1,8 +1,8 @@
-"""Checks: would a job work, and is a machine in order? One kind of check, one kind of result.
+"""Checks of jobs and machines: one kind of check, and one kind of result.
 
-A check has a name and a function. The function returns what it saw, or raises the TinkermqError
-that the job would meet. `run_check` turns both into a `CheckResult`, the only form in which
-results are sent, printed and compared. Each check runs where its subject is:
+A check has a name and a function. The function returns a description of its result, or raises the
+TinkermqError that would fail the job. `run_check` turns both into a `CheckResult`, the only form in
+which results are sent, printed and compared. Each check runs where its subject is:
 
 | module | runs in | checks |
 |---|---|---|
@@ -15,10 +15,10 @@ results are sent, printed and compared. Each check runs where its subject is:
 | `actors/learner/custom_check.py` | client | a function of the user's for the learner |
 | `actors/gpu_check.py`, `clients/cli/doctor.py` | client | a machine, its GPUs, the pool |
 
-Who runs them: `env check` those of the game and of the model; `agent check` that of the program;
-`train --dry-run` all of these, and those of the scheduler; a submission those of the scheduler,
-after the client has checked files and imports (`clients/cli/checks.py`). A submission is refused
-with the error of the first check that fails.
+`env check` runs the checks of the game and the model, `agent check` that of the program, and `train
+--dry-run` all of these and the scheduler's. A submission runs the scheduler's checks, after the
+client has checked files and imports (`clients/cli/checks.py`). A submission is refused with the
+error of the first check that fails.
 
 Checks that need torch, a sandbox or a deadline run in a process of their own, `python -m MODULE`,
 which prints one line for each result (`write_results`, `read_result`). So neither the client nor
@@ -35,12 +35,12 @@ from .wire.errors import TinkermqError, error_from_reply
 from .wire.message import Message
 
 Outcome: TypeAlias = Literal["ok", "note", "failed", "skipped"]
-"""Passed; passed, with something worth knowing; would stop the job; does not apply here."""
+"""ok: passed; note: passed, with a remark; failed: would stop the job; skipped: does not apply."""
 MAX_TEXT_CHARS = 1_000
-"""Length of a text that comes from a game's process."""
+"""Maximum length of a text from a game's process."""
 _PREFIX = "check-result "
 LAST_LINE = "check-results end"
-"""Printed by a process that ran all its checks."""
+"""Line printed by a process that has run all its checks."""
 
 
 class CheckResult(Message):
@@ -94,7 +94,7 @@ class CheckReply(Message):
 
 
 class CheckSkipped(TinkermqError):
-    """A check does not apply here. The message says why, the hint what would change that."""
+    """A check does not apply here. The message is the reason, the hint is how to make it apply."""
 
 
 class Check(NamedTuple):
@@ -108,7 +108,7 @@ class Check(NamedTuple):
 
 
 def run_checks(checks: Iterable[Check]) -> Iterator[CheckResult]:
-    """Run checks one after the other, up to a required one that fails."""
+    """Run checks one after the other, and stop when a required one fails."""
     for check in checks:
         result = run_check(check.name, check.run)
         yield result
@@ -148,7 +148,7 @@ def raise_failed(results: Iterable[CheckResult]) -> None:
 
 
 def write_results(results: Iterable[CheckResult]) -> None:
-    """Print each result as a line of its own, between whatever the checked code prints."""
+    """Print each result on its own line, among any output of the checked code."""
     for result in results:
         sys.stdout.write(f"\n{_PREFIX}{result.model_dump_json(exclude_defaults=True)}\n")
         sys.stdout.flush()
@@ -161,5 +161,5 @@ def read_result(line: str) -> CheckResult | None:
         return None
     try:
         return CheckResult.model_validate_json(line.removeprefix(_PREFIX))
-    except ValidationError:  # the checked code printed it
+    except ValidationError:  # the line is output of the checked code
         return None

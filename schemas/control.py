@@ -1,4 +1,4 @@
-"""Control of actors, and of a learner's ranks."""
+"""Control of actors and of a learner's ranks."""
 
 from typing import Any, Literal
 

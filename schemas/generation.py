@@ -78,7 +78,7 @@ class Decoding(Message):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options of how tokens are drawn that differ from their defaults."""
+        """The sampling options that differ from their defaults."""
         values = {name: getattr(self, name) for name in _SAMPLING}
         return {
             name: value
@@ -111,7 +111,7 @@ TOKEN_COLUMNS = (
     "top_logprobs",
     "top_bytes",
 )
-"""Columns of a delta: each has a value for each token, or is empty."""
+"""Columns of a delta: each has one value per token, or is empty."""
 
 
 class Delta(Message):

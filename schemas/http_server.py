@@ -43,7 +43,7 @@ Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_HEAD_BYTES = 64 << 10
 BODY_RATE = 16 << 10
 """Bytes of a body that must arrive each second, once its first seconds are over."""
-MAX_DROPPED_BYTES = 64 << 20
+MAX_DROPPED_BYTES = 256 << 20
 DROPPING_S = 10.0
 """Bytes and seconds for reading the rest of a body after its request was answered."""
 _BACKLOG = 1024

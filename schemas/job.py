@@ -99,9 +99,9 @@ MAY_FOLLOW: dict[str, frozenset[str]] = {
 
 MAX_PRIORITY = 10
 MAX_CONFIG_BYTES = 512 << 10
-"""Size of a request with a configuration."""
+"""Maximum size of a request with a configuration."""
 MAX_RECORD_BYTES = 1 << 20
-"""Size of a job's record."""
+"""Maximum size of a job's record."""
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
@@ -249,7 +249,7 @@ class JobRecord(Message):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration without the keys that name this job, for another job."""
+        """The configuration for another job, without the keys that name this one."""
         own = ("name", "tags", "group", "notes")
         return {key: value for key, value in self.config.items() if key not in own}
 
@@ -275,7 +275,7 @@ class JobRecord(Message):
 
     @property
     def has_own_code(self) -> bool:
-        """Whether functions of the job's owner run where its folder is written."""
+        """Whether functions of the job's owner run in processes that write its folder."""
         sections: list[dict[str, Any]] = [
             self.config.get("algorithm") or {},
             self.config.get("training") or {},
@@ -454,7 +454,7 @@ class TenantShares(Message):
 
 
 def metered(before: JobRecord, after: JobRecord, now: float) -> JobRecord:
-    """Return `after` with what was held until `now` counted, if what is held changes with it."""
+    """Return `after` with the slot-seconds until `now` added, if its held slots differ."""
     held, holds = held_slots(before), held_slots(after)
     if held == holds:
         return after

@@ -1,4 +1,4 @@
-"""Nodes: what they run, and questions to them."""
+"""Nodes: their actors, and requests to them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -170,7 +170,7 @@ def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
 
 
 def some_names(nodes: list[str]) -> str:
-    """Name the first of many nodes."""
+    """Return the names of the first of many nodes."""
     more = len(nodes) - _NAMED
     return ", ".join(nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,7 +1,7 @@
 """Structured output: JSON of a schema, or tool calls.
 
-`check_schema` reports, with its place, what is malformed, too large or unsupported. Whether a
-schema can be decoded is found when it is compiled. Pure.
+`check_schema` reports malformed, too large and unsupported parts with their place. Only compiling a
+schema shows whether it can be decoded. Pure.
 """
 
 import json
@@ -16,13 +16,13 @@ from .wire.errors import ConfigError
 from .wire.message import Message
 
 MAX_SCHEMA_CHARS = 128 << 10
-"""Length of a schema as JSON."""
+"""Maximum length of a schema as JSON."""
 MAX_SCHEMA_DEPTH = 64
-"""Nested objects and lists of a schema."""
+"""Maximum depth of nested objects and lists of a schema."""
 MAX_PATTERN_PROPERTIES = 32
-"""Of an object; each is compared with each other."""
+"""Maximum number of properties of an object; each is compared with all others."""
 MAX_MULTIPLE = 10_000
-"""Least common multiple of the `multipleOf` of an answer's schemas, each without its decimal point.
+"""Maximum least common multiple of all `multipleOf` of an answer's schemas, without decimal points.
 A compiled schema grows with it: 100 million take gigabytes and minutes."""
 MAX_PENALTY = 2.0
 """Absolute value of presence and frequency penalties, as OpenAI bounds them."""
@@ -54,7 +54,7 @@ _UNSUPPORTED = (
     "$dynamicRef",
     "$recursiveRef",
 )
-"""Keywords that our grammars cannot enforce."""
+"""Keywords that tinkermq's grammars cannot enforce."""
 _FORMATS = (
     "date",
     "date-time",
@@ -291,9 +291,10 @@ _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitio
 def closed(schema: Any) -> Any:
     """Return a schema whose objects have only named properties unless it says otherwise.
 
-    The original schema allows all that this one allows. Otherwise a model may invent properties
-    without end. Schemas that combine the properties of several parts stay open, since closing one
-    part would exclude another's, and so does an object that requires a property it does not name.
+    The original schema allows every value that this one allows. Without it a model may invent
+    endless properties. Schemas that combine the properties of several parts stay open, since
+    closing one part would exclude those of another, and so do objects that require a property
+    without naming it.
     """
     return schema if _is_composed(schema) else _closed(schema)
 
@@ -331,7 +332,7 @@ def _closed(value: Any) -> Any:
         if key in _SCHEMA_MAPS and isinstance(inner, dict)
         else _closed(inner)
         for key, inner in cast("dict[str, Any]", value).items()
-        if key != "uniqueItems"  # false, or it was refused
+        if key != "uniqueItems"  # the schema is false, or was refused
     }
     is_open = "additionalProperties" in closed or "patternProperties" in closed
     names = closed.get("properties")

@@ -1,7 +1,7 @@
 """The profile of a run: a pure summary of its traces.
 
-The learner waits for the last group that its batch needs. What that group was at meanwhile (in the
-queue, waiting for weights, generating, in its game) is what the learner waited for.
+The learner waits for the last group that its batch needs. The phases of that group meanwhile (in
+the queue, waiting for weights, generating, in its game) divide the learner's wait.
 """
 
 import hashlib
@@ -449,7 +449,7 @@ def _child(parent: str, name: str) -> str:
     return hashlib.sha256(f"{parent}.{name}".encode()).hexdigest()[:16]
 
 
-# -- an actor's wall time by kind of work; cheap enough for every turn ----------------------------
+# -- an actor's wall time by kind of work; cheap enough for every turn -----------------------------
 
 
 class TimeUse:

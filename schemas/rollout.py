@@ -26,7 +26,7 @@ from .wire.images import images_of, number_images
 from .wire.message import Message, with_last
 from .wire.subjects import NAME_PATTERN
 
-# Teachers: log-probs computed before an episode enters the log.
+# Teachers: log-probs that are computed before an episode is appended to the log.
 
 
 class Teaching(Message):
@@ -52,11 +52,11 @@ class Teaching(Message):
         return self
 
     def fits(self, num_generated: int) -> bool:
-        """Whether it belongs to a trajectory with this many generated tokens."""
+        """Whether its arrays fit a trajectory with this many generated tokens."""
         return self.logprobs is None or len(self.logprobs) == num_generated
 
     def wrong(self, vocab_size: int) -> str:
-        """Return what is wrong with its arrays' elements; empty: nothing."""
+        """Return the error in its arrays' elements; empty: none."""
         token_ids = [ids for ids in (self.prompt, self.top_ids) if ids is not None]
         if any(((ids < 0) | (ids >= vocab_size)).any() for ids in token_ids):
             return f"a teacher's token ids must be from 0 to {vocab_size - 1}"
@@ -345,7 +345,7 @@ def num_too_old(trajectories: Iterable[Trajectory], oldest: int) -> int:
 
 
 def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
-    """Return a group of `num_bytes` with `info` cut to about `most` bytes in all.
+    """Return a group of `num_bytes` with its `info` cut to about `most` bytes in total.
 
     A cut `info` says so; see `cut_info`. If that does not suffice, the rest is unchanged.
     """
@@ -367,7 +367,7 @@ def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
 
 
 def _level(sizes: Sequence[int], most: int) -> int:
-    """Return the size to which larger ones are cut so that the sum is `most`."""
+    """Return the size to which larger values are cut so that the sum is `most`."""
     left = most
     for place, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - place)
@@ -579,15 +579,15 @@ class Segment(Message):
         return self.start + len(self.token_ids)
 
 
-# -- rows as they travel ---------------------------------------------------------------------------
+# -- rows in messages ------------------------------------------------------------------------------
 #
 # A beginning that a row shares with the previous one is sent once. Rows of an agent's episode are
-# paths of one tree of calls. If each call renders its history anew, rows repeat nearly all of it.
+# paths of one tree of calls; if each call renders its history anew, rows repeat most of it.
 
 _VECTORS = {"token_ids": None, "mask": 0, "logprobs": 0.0, "versions": -1}
 """Per-token arrays, and their value for tokens not generated in this row."""
 _MOST_TOKENS = 1 << 23
-"""Shared tokens of a group's rows: a bound of unpacking."""
+"""Maximum number of shared tokens of a group's rows, which bounds unpacking."""
 _MOST_MESSAGES = 1 << 19
 """Shared messages, likewise."""
 

@@ -47,7 +47,7 @@ class Task(Message):
 
     @property
     def identity(self) -> tuple[int | None, int | None, int | None, int]:
-        """What is played, independent of number and issuer: position, row, choice and seed."""
+        """The played content, independent of number and issuer: position, row, choice and seed."""
         return self.index, self.sample, self.item, self.seed
 
     def named_at(self, at: str) -> str:

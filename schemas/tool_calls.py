@@ -20,7 +20,7 @@ from .chat_messages import read_object, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CLOSES = 8
-"""Closing tags that are tried, since a text of the JSON may contain some."""
+"""Maximum number of closing tags that are tried, since texts in the JSON may contain some."""
 
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
@@ -200,7 +200,7 @@ CallFormat: TypeAlias = Callable[[str, Tools], Pieces]
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*\Z")
-"""What may follow the last call: the mark that ends a turn."""
+"""Text that may follow the last call: the mark that ends a turn."""
 _XML = re.compile(r"<tool_call>\s*<function=([^<>\s]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|$)", re.DOTALL

@@ -55,7 +55,7 @@ class Quota(Message):
 
 
 BOUNDS = tuple(name for name in Quota.model_fields if name not in ("weight", "max_priority"))
-"""The values of a quota that are bounds."""
+"""Names of the bounds of a quota."""
 NO_BOUNDS = Quota.model_validate(dict.fromkeys(BOUNDS))
 """The quota in a pool without users."""
 

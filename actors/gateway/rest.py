@@ -237,7 +237,7 @@ async def get_logs(request: Request) -> Response:
 
 
 async def get_actors(request: Request) -> Response:
-    """Answer with a job's actors, their states and what they wait for."""
+    """Answer with a job's actors, their states and their waits."""
     visitor, record = await rollouts.job_of(request)
     return Json({"actors": await actors_of(visitor, record)})
 

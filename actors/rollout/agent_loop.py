@@ -36,12 +36,12 @@ PromptForTeacher: TypeAlias = Callable[
     [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any], float | None],
     IntVector,
 ]
-"""Returns the first prompt for a teacher, who may read more than the policy, from messages, tools,
+"""Returns a teacher's first prompt, which may contain more than the policy's, from messages, tools,
 the prompt's length, the game's `info` and the episode's time (`EpisodePlan.time`)."""
 
 
 class EpisodeFailed(errors.TinkermqError):
-    """An episode that failed; has the boundary to blame and the number of wasted tokens."""
+    """An episode failed; has the boundary to blame and the number of wasted tokens."""
 
     def __init__(
         self, cause: errors.TinkermqError, boundary: errors.Boundary, tokens_wasted: int
@@ -60,7 +60,7 @@ class EpisodeFailed(errors.TinkermqError):
 
 
 class NoTurn(errors.TinkermqError):
-    """The game ended before this role's first turn, so it has no conversation to record."""
+    """The game ended before this role's first turn, so there is no conversation to record."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class EpisodePlan:
     """Determines the random draws of sampling; the same in every run with the same seed. None:
     fresh ones."""
     time: float | None = None
-    """Time for chat templates that ask for it, in seconds since the epoch, equal at all generators.
+    """Time for chat templates that use it, in seconds since the epoch, equal at all generators.
     None: the job's own time."""
 
     def seed(self, turn: int) -> int | None:
@@ -90,7 +90,7 @@ class EpisodePlan:
 
 @dataclass(frozen=True)
 class EpisodeSampling:
-    """How the policy's tokens are drawn."""
+    """Sampling parameters of the policy's tokens."""
 
     temperature: float
     top_p: float = 1.0
@@ -126,7 +126,7 @@ class AgentLoop:
         self._time_use = time_use or TimeUse("generate", "environment", rest="other")
 
     def check_engine(self) -> None:
-        """Raise the engine's failure, if it has failed: then no episode can succeed."""
+        """Raise the engine's failure, if there is one, since then no episode can succeed."""
         if self._engine.failure is not None:
             raise self._engine.failure
 
@@ -234,7 +234,7 @@ class AgentLoop:
                 plan, transcript, sampling, request, on_token if by_token else None
             )
             if rest.finish_reason == "cancelled" or not len(rest.token_ids):
-                await recorder.settle()  # raises the reason if another generator has the episode
+                await recorder.settle()  # raises Fenced if another generator has the episode
                 raise errors.EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
         transcript.note_text(self._chat.answer(*transcript.turn(turn)))
@@ -363,7 +363,7 @@ class AgentLoop:
 
 
 class PromptTooLong(errors.TinkermqError, ValueError):
-    """A first prompt over the limit. The task is at fault, so it is not tried again."""
+    """A first prompt exceeds the limit. The task is at fault, so it is not tried again."""
 
     code = "prompt_too_long"
     status = 400
@@ -372,7 +372,7 @@ class PromptTooLong(errors.TinkermqError, ValueError):
 
 @contextmanager
 def blaming(boundary: errors.Boundary, transcript: Transcript | None = None) -> Iterator[None]:
-    """Raise errors as EpisodeFailed that blames a boundary, or the one that the error names.
+    """Convert errors to EpisodeFailed, which blames a boundary, or the one that the error names.
 
     `transcript` has the number of wasted tokens.
     """
@@ -415,7 +415,7 @@ async def until_played(
     """Play an episode until it succeeds, each time under a new id; return its outcome.
 
     A host that vanished does not count as a try. Each failure is added to `failures`. Raises the
-    last one when no try is left, and any error of `check_engines`: an engine that has failed is not
+    last one when no try is left, and any error of `check_engines`: a failure of the engine is not
     the episode's fault.
     """
     failures = [] if failures is None else failures

@@ -40,17 +40,17 @@ from .exact_calls import ExactCalls
 LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The episode's limit of calls, or a limit of tokens."""
 _IMAGES_SHARE = 0.75
-"""Share of a group's message; the rest is for tokens and texts."""
+"""Share of a group's message for images; the rest is for tokens and texts."""
 _NO_MORE = "end the program with the results so far"
 
 
 class CallLimits:
-    """The limits of one episode, and the one that was reached."""
+    """The limits of one episode, and the limit that was reached."""
 
     def __init__(self, config: JobConfig, message_bytes: int | None = None) -> None:
         """Read the limits of a job.
 
-        The images of an episode are bounded by its share of its group's message, which may have
+        The images of an episode are bounded by its share of its group's message of at most
         `message_bytes`; None: no bound.
         """
         self.hit: LimitHit = ""
@@ -71,7 +71,7 @@ class CallLimits:
             raise ContextTooLong.of(num_prompt, self._max_context)
 
     def show(self, pictures: Iterable[Picture]) -> None:
-        """Count images that are shown, each once.
+        """Count images in prompts, each once.
 
         Raises EpisodeLimit if the images of the episode are too large together.
         """
@@ -88,7 +88,7 @@ class CallLimits:
         self._images = shown
 
     def room(self, decoding: Decoding, num_prompt: int, num_calls: int, num_generated: int) -> int:
-        """Return how many tokens each choice of a request may have.
+        """Return the maximum number of tokens of each choice of a request.
 
         `num_calls` were answered or are being answered, with `num_generated` tokens. Raises
         EpisodeLimit if no calls or tokens are left.
@@ -145,8 +145,8 @@ class CallDrawing:
 
 
 # -- repeated requests -----------------------------------------------------------------------------
-# A request is identified by its digest, which equal requests share, by its proxy's id, and by the
-# names of its choices, once the proxy has them.
+# A request is identified by its digest, which equal requests share, by its id at the proxy, and by
+# the names of its choices, once the proxy has them.
 
 
 class KnownAnswers:
@@ -235,7 +235,7 @@ class OpenAnswer:
     task: "asyncio.Task[list[int]]" = field(init=False)
     """Generates and logs it; returns the numbers of the calls."""
     num_listeners: int = 0
-    """Requests that wait for it; a disconnected program may request it again."""
+    """Number of requests that wait for it; a disconnected program may request it again."""
     on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
 
     def is_known_to(self, request: CallRequest) -> bool:
@@ -250,7 +250,7 @@ class OpenAnswer:
             event.set()
 
     async def send_parts(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
-        """Send the answer as it grows, after what was sent before; return the last part."""
+        """Send the parts of the growing answer that were not sent before; return the last part."""
         changed = asyncio.Event()
         self.on_change.add(changed)
         writer = DeltaWriter(self.choices, request.begun.deltas if request.begun else ())
@@ -276,9 +276,9 @@ class OpenAnswer:
 
 
 MAX_OPEN = 64
-"""Concurrent answers of one episode."""
+"""Maximum number of concurrent answers of one episode."""
 ADOPT_S = 30.0
-"""How long an answer without readers goes on: a disconnected client may ask again."""
+"""Seconds for which an answer without readers continues, since a client may reconnect."""
 _LARGE_CHARS = 1 << 16
 
 
@@ -431,7 +431,7 @@ class CallAnswers:
         return prompt
 
     async def _grammar(self, request: CallRequest, prompt: CallPrompt) -> TokenGrammar | None:
-        """Return the grammar of the required form; raises ConfigError for an impossible one.
+        """Return the grammar of the required form; raises ConfigError for an unsupported one.
 
         None if the model's template writes calls in another form. This is reported as a field
         without effect, not an error, because some programs require calls but work without.
@@ -469,9 +469,9 @@ class CallAnswers:
         return None
 
     def _running(self, request: CallRequest, digest: bytes) -> OpenAnswer | None:
-        """Return the answer in progress that this request repeats; None: there is none."""
+        """Return the answer in progress that this request repeats, or None."""
         for answer in list(self._open):
-            if answer.task.done():  # its callback was not called yet
+            if answer.task.done():  # its done callback was not called yet
                 self._ended(answer, answer.task)
         equal = [answer for answer in self._open if answer.digest == digest]
         matching = [answer for answer in equal if answer.is_known_to(request)]
@@ -509,7 +509,7 @@ class CallAnswers:
         """
         decoding, request_id = request.decoding, first_request_id(request)
         in_tree = [call.number for call in prompts if isinstance(call, ModelCall)]
-        if in_tree:  # all choices answer one request, at its place in the tree
+        if in_tree:  # all choices answer one request, at the same place in the tree
             prompt = _at_place_of(known[0], prompt)
         more = range(len(known), decoding.num_choices)
         names = begun_names(request)
@@ -685,9 +685,9 @@ def _at_place_of(call: ModelCall, prompt: CallPrompt) -> CallPrompt:
 
 
 def _recorded(choice: GrowingChoice, generation: Generation) -> Generation:
-    """Return the recorded tokens of a choice, without those that reach into a stop text.
+    """Return the recorded tokens of a choice, without those that are part of a stop text.
 
-    `masked` is 0 for tokens that another generator drew, before those of `generation`.
+    `masked` is 0 for tokens that another generator drew before those of `generation`.
     """
     num, drawn = choice.num_whole_tokens(), choice.drawn
     masked = generation.masked
@@ -705,7 +705,7 @@ def _recorded(choice: GrowingChoice, generation: Generation) -> Generation:
 
 
 def _give_up(answer: OpenAnswer) -> None:
-    """End an answer whose program has hung up and did not ask again."""
+    """End an answer whose program has disconnected and did not reconnect."""
     if not answer.num_listeners:
         answer.task.cancel()
 

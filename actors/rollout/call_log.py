@@ -1,10 +1,10 @@
 """An episode's calls in the log: each is stored before its program gets the end of the answer.
 
 They are segments like those of other running episodes (`broker/partial_rollouts.py`), with the same
-fencing: a generator that was overtaken can send text to a program, but not the end of an answer.
-The next holder of the task rebuilds the tree of calls from the log and continues. If the program
-has to start again because its host has died, its repeated requests are answered from the log, token
-for token.
+fencing: a fenced-off generator can send text to a program, but not the end of an answer. The next
+holder of the task rebuilds the tree of calls from the log and continues. If the program has to
+start again because its host has died, its repeated requests are answered from the log, token for
+token.
 """
 
 from collections import defaultdict, deque
@@ -182,7 +182,7 @@ def choices_of_answers(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
 
 
 class PastAnswers:
-    """Answers that the same try got before its program started again."""
+    """Answers to the same try before its program started again."""
 
     def __init__(self, calls: Sequence[ModelCall] = ()) -> None:
         """Keep them in the order in which they ended."""
@@ -226,5 +226,5 @@ class TaskCalls(TaskRecorder):
             self.environments.close(host, episode)
         try:
             await purge_segments(self.broker, self.scope, self.task.task)
-        except DeadlineError as error:  # they are bounded, and void
+        except DeadlineError as error:  # they are bounded, and unused from now on
             _log.warning("segments_left", task=self.task.task, reason=error.message)

@@ -44,7 +44,7 @@ Branch: TypeAlias = Literal[
     "", "sample", "edited", "template", "system", "tools", "compacted", "apart"
 ]
 """Why a call is not the only continuation of another one: the same request was made before
-(`sample`), the history differs (`edited`), or it is a root. It is a root because the template
+(`sample`), the history differs (`edited`), or it is a root. A call is a root because the template
 renders the history differently (`template`), the system message or the tools differ, a new history
 quotes an earlier answer (`compacted`), or nothing is in common (`apart`)."""
 
@@ -56,19 +56,19 @@ def new_path_digest() -> blake2b:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CallPrompt:
-    """A request of a program: where it stands in the tree of calls, and its prompt."""
+    """A request of a program: its place in the tree of calls, and its prompt."""
 
     parent: "ModelCall | None"
     """The call whose tokens it continues."""
     given: tuple[CanonicalMessage, ...]
-    """The messages since its parent's answer; the whole history where there is none."""
+    """The messages since its parent's answer; the whole history if it has no parent."""
     context: bytes
     """Digest of the tools."""
     branch: Branch = ""
     num_seen: int = 0
     """Calls that had ended when it was requested."""
     follows: "ModelCall | None" = None
-    """Of a root: the call that its history continues, though not its tokens."""
+    """For a root: the call whose history, but not whose tokens, it continues."""
     given_ids: IntVector = field(default_factory=lambda: np.empty(0, np.int32))
     """int32[G]: tokens of the new messages, from the end of the parent's turn to the generation
     prompt."""
@@ -121,7 +121,7 @@ class ModelCall(CallPrompt):
     generated: Generation
     """N tokens as the engine drew them."""
     text: str | None = None
-    """The text that was sent, if it is not that of the tokens."""
+    """The text that was sent, if it differs from that of the tokens."""
     request_digest: bytes = b""
     """Identifies equal requests."""
     request_id: str = ""
@@ -131,7 +131,7 @@ class ModelCall(CallPrompt):
     number: int = -1
     """Index among the episode's calls, in the order in which they ended; -1: not in the tree."""
     delivered: bool | None = None
-    """Whether the program has the answer, by its proxy or a later call; None: unknown."""
+    """Whether the program has the answer, according to its proxy or a later call; None: unknown."""
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])
     prefix: bytes = b""
     """Digest of the context and all messages including the answer, by which histories attach."""
@@ -182,7 +182,7 @@ class ModelCall(CallPrompt):
 
     @property
     def path_messages(self) -> list[CanonicalMessage]:
-        """The history that a program with its answer sends."""
+        """The history that a program sends after its answer."""
         return [message for call in self.path for message in (*call.given, call.reply)]
 
 
@@ -339,10 +339,10 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The rows of an episode, and the calls that are in none."""
+    """The rows of an episode, and the calls that are not in any row."""
 
     rows: tuple[CallRow, ...]
-    """The main row first; each trained token is in one of them."""
+    """The main row first; each trained token is in one row."""
     why_not: Mapping[int, WhyNot]
     """Why calls are not trained, by their numbers."""
     num_cut: int
@@ -433,7 +433,7 @@ class PostedRewards:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tree: CallTree) -> "PostedRewards":
-        """Read an environment's `info`; skip entries that name no call of the episode."""
+        """Read an environment's `info`; entries for unknown calls are skipped."""
         calls, branches, names = (
             {
                 number: entry[str(number)]

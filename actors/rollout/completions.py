@@ -64,7 +64,7 @@ Request = ChatRequest | CompletionRequest
 
 
 class GeneratesTokens(Protocol):
-    """The part of an engine that answers need."""
+    """The methods of an engine that answers need."""
 
     async def generate(
         self,
@@ -96,7 +96,7 @@ class _Prompt:
     ids: list[int]
     images: Sequence[bytes] = ()
     opened: str = ""
-    """The mark with which it opens the reasoning of the answer."""
+    """The mark with which the prompt opens the reasoning of the answer."""
 
 
 class _Head:
@@ -127,7 +127,7 @@ class Answers:
         max_context: int,
         max_open: int,
     ) -> None:
-        """`max_open` bounds the choices that are generated or queued at the same time."""
+        """`max_open` is the maximum number of choices that are generated or queued."""
         self._engine = engine
         self._chat = chat
         self._grammars = OutputGrammars(chat)
@@ -141,7 +141,7 @@ class Answers:
         return await self._answer(request, [await asyncio.to_thread(self._render, request)], tell)
 
     def _render(self, request: ChatRequest) -> _Prompt:
-        """Return the prompt of a conversation, which is the same in an episode."""
+        """Return the prompt of a conversation, rendered as in an episode."""
         chat = self._chat.at(time.time())
         history = facts_of(self._chat).shaped(history_of(request))
         ids = HistoryRenderer(chat).whole(history, request.tools).tolist()
@@ -315,7 +315,7 @@ class Answers:
 
 
 def _draws(request: Request) -> bool:
-    """Whether tokens are generated; ConfigError if the request asks for nothing."""
+    """Whether tokens are generated; ConfigError if the request has no effect."""
     if request.decoding.max_tokens != 0:
         return True
     if isinstance(request, ChatRequest) or request.prompt_logprobs is None:

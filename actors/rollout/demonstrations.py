@@ -1,9 +1,9 @@
 """The generator of an SFT job, which appends the conversations of the data as episodes.
 
 A task names a row. Its group is one trajectory, whose generated tokens are those of the assistant,
-with log-prob 0 and the version that the task requires. From the log on, all is as in other jobs:
-batches, checkpoints, resuming, replay, viewing rollouts. A row takes a fraction of a millisecond. A
-model is loaded only if the generators validate.
+with log-prob 0 and the version that the task requires. Everything after the log works as in other
+jobs: batches, checkpoints, resuming, replay, viewing rollouts. A row takes a fraction of a
+millisecond. A model is loaded only if the generators validate.
 """
 
 import asyncio
@@ -169,7 +169,7 @@ def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conver
     """Tokenise the conversation of a row.
 
     Raises DataError if it is longer than the job's limit, ModelError if it is longer than the model
-    has positions for, or if the template does not accept it; all of them name the row.
+    has positions for, or if the template does not accept it; all errors name the row.
     """
     try:
         conversation = chat.conversation(row.messages, row.tools)

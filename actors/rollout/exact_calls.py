@@ -1,4 +1,4 @@
-"""An episode's calls in exact tokens: a request's prompt, and the call that its answer makes."""
+"""An episode's calls in exact tokens: the prompt of a request, and the call with its answer."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _NAME = re.compile(r"c([0-9]{5,9})")
 
 
 class ExactCalls:
-    """Makes prompts of requests, and calls of a tree of answers."""
+    """Makes prompts from requests, and calls of a tree from answers."""
 
     def __init__(self, chat: ChatTokenizer, *, keeps_reasoning: bool = True) -> None:
         """Render with the template of `chat`.
@@ -89,12 +89,12 @@ class ExactCalls:
         return any(self._chat.has_image_token(earlier.generated.token_ids) for earlier in call.path)
 
     def another(self, prompt: CallPrompt) -> CallPrompt:
-        """Return the same request under a new name, for another answer."""
+        """Return the same request with a new name, for another answer."""
         return replace(prompt, name=self._next_name())
 
     def under_name(self, prompt: CallPrompt, name: str) -> CallPrompt:
         """Return a request under the name of an earlier answer, and reserve that name."""
-        if matched := _NAME.fullmatch(name):  # a host may send anything
+        if matched := _NAME.fullmatch(name):  # names from a host are untrusted
             self._num_requests = max(self._num_requests, int(matched[1]) + 1)
         return replace(prompt, name=name)
 
@@ -107,7 +107,7 @@ class ExactCalls:
         request_digest: bytes = b"",
         request_id: str = "",
     ) -> ModelCall:
-        """Return the answered call, not yet in the tree; `text` if it differs from the tokens'."""
+        """Return the answered call, outside of the tree; `text` if it differs from the tokens'."""
         reader = prompt.reader()
         written = self._chat.decode(generated.token_ids) if text is None else text
         reader.push(prompt.prefill + written)

@@ -1,11 +1,11 @@
 """One task: runs its episodes concurrently, retries failed ones, and makes a group of them.
 
-With `rollout.oversample` more episodes run than the group has. The first ones to end form the
-group, the others are cut, and the group records their generated tokens.
+With `rollout.oversample` more episodes run than the group needs. The first ones to end form the
+group. The others are cancelled, and the group records their generated tokens.
 
 In a game with several roles the conversation of each role is an episode. The game is reset first.
-Then each role runs an ordinary agent loop, which waits at the environment host for its turns. The
-roles share the game only; each has its own prompt, mask, rewards and limits.
+Then each role runs an ordinary agent loop, whose requests wait at the environment host for the
+role's turns. The roles share only the game; each has its own prompt, mask, rewards and limits.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ async def play_table(
 
 
 async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: RoleAddress) -> Trajectory | Exception:
-    """Play one role; if it fails, the game ends for the others, too."""
+    """Play one role; if it fails, the game ends for all roles."""
     named = {"episode": f"{plan.episode}.{seat.role}"}
     if plan.draws is not None:
         named["draws"] = f"{plan.draws} {seat.role}"
@@ -86,7 +86,7 @@ PlayAlone: TypeAlias = Callable[
 
 
 class GroupFailed(TinkermqError):
-    """A task without tries left; has the group that records the failure."""
+    """A task has no tries left; the exception has the group that records the failure."""
 
     def __init__(self, group: Group, blame: Blame, num_attempts: int) -> None:
         super().__init__(blame.message, hint=blame.hint)
@@ -104,7 +104,7 @@ class _Episode:
     transcript: Transcript = field(default_factory=Transcript)
     """Progress of the current try."""
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
-    """Its result: one for each learning role that had a turn."""
+    """Its trajectories: one for each learning role that had a turn."""
     failures: list[EpisodeFailed] = field(default_factory=list[EpisodeFailed])
     """Of earlier tries."""
 
@@ -138,7 +138,7 @@ class GroupRunner:
         traceparent: str = "",
         recorder: TaskRecorder | None = None,
     ) -> Group:
-        """Roll a task out `group_size` times, and once greedily if requested.
+        """Roll out a task `group_size` times, and once greedily if requested.
 
         `attempt` makes the episodes' ids unique among generators that hold the same task,
         `traceparent` is the trace context of the task, `recorder` stores its episodes. Raises
@@ -181,7 +181,7 @@ class GroupRunner:
     async def _play_all(
         self, episodes: Sequence[_Episode], learning: Sequence[str]
     ) -> list[_Episode]:
-        """Play episodes concurrently; return those of the group, the others are cut.
+        """Play episodes concurrently; return those of the group, and cancel the others.
 
         Raises the failure of an episode.
         """

@@ -39,10 +39,10 @@ def settled_for_gpu(
 ) -> JobConfig:
     """Return a configuration with engine keys for this process's GPU, as a plan chooses them.
 
-    Keys that are set stay. On a CPU and for an unknown model all keys stay, and
-    `GeneratorConfig.num_requests` and vLLM decide. `serves`: requests come from clients.
+    Keys that are set are kept. On a CPU and for an unknown model no key is changed, and
+    `GeneratorConfig.num_requests` and vLLM choose the values. `serves`: requests come from clients.
     """
-    # read from the driver, since torch would take GPU memory for this process beside vLLM's
+    # read from the driver, since torch would take GPU memory in this process, besides vLLM's
     gpu = read_own_gpu(load)
     if gpu is None:
         return config
@@ -188,7 +188,7 @@ class Players:
         return {role: self._loops.get(role, self.main) for role in roles}
 
     def check_engines(self) -> None:
-        """Raise an engine's failure, if one has failed: then no episode can succeed."""
+        """Raise the failure of an engine, if there is one, since then no episode can succeed."""
         for loop in self._loops.values():
             loop.check_engine()
 

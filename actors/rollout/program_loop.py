@@ -38,7 +38,7 @@ from .template_facts import facts_of
 # -- ended episodes --------------------------------------------------------------------------------
 
 _MAX_SHOWN_CALLS = 1000
-"""Calls of an episode that are displayed."""
+"""Maximum number of an episode's calls that are displayed."""
 
 
 def rows_of_episode(
@@ -183,7 +183,7 @@ Tell: TypeAlias = Callable[..., Awaitable[None]]
 _MAX_TOLD = 100
 """Field names in the event."""
 _MAX_STARTS = 100
-"""Hosts on which one episode may be started."""
+"""Maximum number of hosts on which one episode is started."""
 
 
 class ProgramLoop:
@@ -272,7 +272,7 @@ class ProgramLoop:
             await playing.end()
 
     async def _report_without_effect(self, fields: set[str]) -> None:
-        """Report once the fields without effect; the `info` of each episode has them, too."""
+        """Report the fields without effect once; the `info` of each episode has them, too."""
         fresh = sorted(fields - self._told_without_effect)[:_MAX_TOLD]
         if not fresh or self._tell is None or len(self._told_without_effect) > _MAX_TOLD:
             return
@@ -341,7 +341,7 @@ class ProgramLoop:
 
     @property
     def time_use(self) -> TimeUse:
-        """Records what the episodes wait for."""
+        """Records the episodes' waits by kind."""
         return self._time_use
 
 
@@ -376,7 +376,7 @@ class _Playing:
                     raise
 
     async def end(self) -> None:
-        """Stop answering calls, and tell the host that the episode is over."""
+        """Stop answering calls, and free the episode at its host."""
         await self._stop_listening()
         if self.log.episode and not self.ended:
             self.loop.environments.close(self.log.host, self.log.episode)
@@ -407,7 +407,7 @@ class _Playing:
         return result
 
     async def _unless_failed(self, work: Any) -> Any:
-        """Await something, unless another generator takes the episode over."""
+        """Await an awaitable; raises Fenced if another generator takes the episode over."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self.calls.failed}, return_when=asyncio.FIRST_COMPLETED)

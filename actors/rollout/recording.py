@@ -2,14 +2,13 @@
 
 A segment is appended while the next tokens are generated, one at a time per episode. The end of a
 turn is stored before the game gets the turn. So a generator that continues the episode sends the
-game the same action, which a host that has played it answers again, and a holder that was overtaken
-never plays another action.
+same action to the game, and a host that has already played it repeats its answer. A fenced-off
+holder never plays another action.
 
 To continue an episode, a generator first finds its game. If the environment host still holds it,
-the host gets the last turn once more. It repeats its answer, or plays the turn if it has not yet.
-If the host is gone or has freed the episode, any host resets the game with the same seed and plays
-the recorded turns. If the game answers them as before, nothing is lost; otherwise the episode
-starts again.
+the last turn is sent to the host again, which repeats its answer or plays the turn. If the host is
+gone or has freed the episode, any host resets the game with the same seed and plays the recorded
+turns. If the game answers them as before, nothing is lost; otherwise the episode starts again.
 """
 
 import asyncio
@@ -98,7 +97,7 @@ class Transcript:
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the last turn has ended and the game has not answered it."""
+        """Whether the last turn has ended and has no answer from the game."""
         return len(self.turn_ends) > len(self.rewards)
 
     @property
@@ -184,7 +183,7 @@ class Transcript:
     def _add_experts(self, experts: ExpertRecord) -> None:
         """Add the experts of the tokens without recorded ones.
 
-        A token keeps the experts of its first computation, when its successor was drawn.
+        A token keeps the experts of its first computation, in which its successor was drawn.
         """
         known = sum(map(len, self.experts))
         computed_from = len(self.token_ids) - 1 - len(experts)
@@ -226,11 +225,11 @@ class EpisodeRecorder:
     follows_tokens = False
     """Whether `note_token` is called for each token."""
     stream_every = 1
-    """How many tokens may be collected before `note_token` is called for each of them."""
+    """Maximum number of tokens that are collected before `note_token` is called for each."""
     keeps_game = False
-    """Whether the ended episode stays at its host, for the recorder to free."""
+    """Whether the ended episode stays at its host until the recorder frees it."""
     num_continued = 0
-    """Generated tokens that were not generated again."""
+    """Number of earlier generated tokens that were kept instead of generated again."""
 
     async def rejoin(
         self, chat: ChatTokenizer, episode: str, start: Start, transcript: Transcript
@@ -474,7 +473,7 @@ class EpisodeSegments(EpisodeRecorder):
         """Stop, and cancel a running append."""
         appending, self._appending = self._appending, None
         if appending is not None and not appending.cancel() and not appending.cancelled():
-            appending.exception()  # retrieved, since nobody awaits it
+            appending.exception()  # retrieved, since the task is not awaited
 
     async def settle(self) -> None:
         """Wait for a running append; raises its error."""
@@ -537,8 +536,8 @@ class TaskSegments(TaskRecorder):
     every: int
     """Tokens per segment."""
     seeded: bool = True
-    """Whether the engine can continue with a seed within an answer. vLLM cannot, and a seed costs
-    it a kernel for each request and token."""
+    """Whether the engine can continue a seeded answer in its middle. vLLM cannot, and needs an
+    additional kernel for each seeded request and token."""
     hosts: dict[str, str] = field(default_factory=dict[str, str])
     """The environment host of each episode, until the task's end."""
 
@@ -563,5 +562,5 @@ class TaskSegments(TaskRecorder):
         task = self.task.task
         try:
             await purge_segments(self.broker, self.scope, task)
-        except errors.DeadlineError as error:  # they are bounded, and void
+        except errors.DeadlineError as error:  # they are bounded, and unused from now on
             _log.warning("segments_left", task=task, reason=error.message)

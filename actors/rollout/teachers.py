@@ -1,7 +1,7 @@
 """Teachers outside the learner: they score a group before it is appended to the log.
 
 The log holds their scores, so a run remains a function of its log. If a teacher is unavailable, the
-generator that holds the task reports it and waits, while its other tasks go on.
+generator of the task reports it and waits, while its other tasks continue.
 
 A teacher is an inference job, or a model behind an OpenAI-compatible API. Both score the policy's
 own token ids with one prefill, at temperature 1. Temporary failures (unreachable, busy, slow) are
@@ -47,14 +47,14 @@ from ..runtime import JobContext
 # -- the teachers ----------------------------------------------------------------------------------
 
 ANSWER_S = 600.0
-"""Longest duration of one answer."""
+"""Time limit of one answer."""
 _CONNECT_S = 10.0
 _MOST_BYTES = 512 << 20
-"""Largest answer of an API; 8,192 tokens with 256 alternatives each are smaller."""
+"""Maximum size of an API's answer; 8,192 tokens with 256 alternatives each are smaller."""
 _PASSING = frozenset({404, 408, 409, 425, 429})
 """Statuses of an API that may be temporary, for example while it loads a model."""
 _COMPARED = 64
-"""Tokens whose texts are compared with those of an API."""
+"""Number of tokens whose texts are compared with those of an API."""
 
 
 class TeacherAway(TinkermqError):
@@ -240,7 +240,7 @@ def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
 
 
 _AT_ONCE = 32
-"""Episodes of one generator that are scored concurrently."""
+"""Maximum number of episodes that one generator has scored concurrently."""
 _FIRST_S, _LONGEST_S = 0.5, 20.0
 """First and longest pause between two tries."""
 
@@ -249,7 +249,7 @@ Teacher: TypeAlias = JobTeacher | EndpointTeacher
 
 
 class AskedTeachers:
-    """The teachers of a run that its generators request scores from; usually none."""
+    """The teachers outside the learner whose scores generators request; usually none."""
 
     def __init__(self, context: JobContext, chat: ChatTokenizer) -> None:
         """Raises ConfigError if a package that a teacher needs is not installed."""
@@ -338,7 +338,7 @@ def _open(name: str, context: JobContext, chat: ChatTokenizer) -> Teacher:
 
 
 def _read_by_teacher(item: Trajectory, prompt: IntVector | None) -> tuple[IntVector, Sequence[int]]:
-    """Return the tokens that a teacher reads, and the positions of the generated ones."""
+    """Return the input tokens of a teacher, and the positions of the generated ones."""
     generated = np.flatnonzero(item.mask)
     end = int(generated[-1]) + 1
     if prompt is None:
@@ -355,7 +355,7 @@ class TeacherContext:
     """Renders the first prompts of teachers."""
 
     def __init__(self, key: str, max_tokens: int, chat: ChatTokenizer) -> None:
-        """`key` names the text in a game's `info`; it may add up to `max_tokens`."""
+        """`key` names the text in a game's `info`, of at most `max_tokens`."""
         self._key = key
         self._max_tokens = max_tokens
         self._chat = chat

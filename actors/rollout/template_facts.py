@@ -1,14 +1,14 @@
-"""Shapes and renders conversations for a model's chat template, and finds out what it supports.
+"""Shapes and renders conversations for a model's chat template, and finds its features.
 
 Generated text is never rendered again. To find the text between the end of a turn and the next one,
 a short stand-in conversation with the *shape* of the turn is rendered: the same calls with their
 names and ids, and a mark at the end. The text after the mark is the text after the turn. Templates
-refer to names and ids of calls, so a plain text would not do as a stand-in. They may also rewrite
+refer to names and ids of calls, so a plain text would not work as a stand-in. They may also rewrite
 the earlier history, so the text before the mark is not compared.
 
 At start-up each template is rendered with other histories to prove that the text after the turn is
-the same. Limitations of a template are logged. They cost rows or tools, never exactness: if a turn
-cannot be continued exactly, the whole history is rendered as a new root.
+the same. Limitations of a template are logged. They cause more rows or unavailable tools, but never
+inexact tokens: if a turn cannot be continued exactly, the whole history is rendered as a new root.
 """
 
 import json
@@ -195,7 +195,7 @@ class TemplateFacts:
     continues_users: bool
     """The text between a turn and a user's message is independent of the earlier history."""
     continues_tools: bool
-    """The text between a turn and a tool's result is, too."""
+    """The text between a turn and a tool's result is independent of the earlier history."""
     reads_calls: bool
     """Calls that it writes are read back unchanged."""
 
@@ -386,7 +386,7 @@ def _parsed_calls(parsed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
-    """Whether a parsed answer has all words of the model that are not the template's own.
+    """Return whether a parsed answer has all words of the model, except the template's own.
 
     A `response_template` finds arguments by patterns and skips text that does not match. A call
     could then lack arguments that the model wrote.
@@ -401,7 +401,7 @@ def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
         return True
     written = _ESCAPED.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
     known = {*_words(as_read(parsed)), *_words(template)}
-    if all(arguments for _, arguments in calls):  # numbers may be spelled otherwise
+    if all(arguments for _, arguments in calls):  # numbers may be written differently
         return all(word in known or word[0].isdigit() for word in _words(written))
     return all(word in known for word in _words(written))
 

@@ -1,6 +1,6 @@
 """Validation: tasks that name a version, played by engines with exactly that version.
 
-A generator plays them between its training tasks, an evaluator plays nothing else. Tasks are leased
+A generator plays them between its training tasks; an evaluator plays only these. Tasks are leased
 and redelivered like training tasks. The weights of a version stay loaded while its tasks are queued
 or played; episodes of training groups continue with them.
 """
@@ -58,7 +58,7 @@ def join_rows(rows: Sequence[Trajectory]) -> Trajectory:
 
 
 def failed_episode(blame: Blame) -> Trajectory:
-    """Return a failed episode of a program as it counts: without tokens, with reward 0."""
+    """Return the record of a program's failed episode: without tokens, with reward 0."""
     zero = np.zeros(1, np.int32)
     return Trajectory(
         token_ids=zero,
@@ -113,7 +113,7 @@ class TaskEpisodes:
         return cls(context, players, environments, programs)
 
     async def close(self) -> None:
-        """Answer no more calls of programs."""
+        """Stop answering calls of programs."""
         if self._programs is not None:
             await self._programs.close()
 
@@ -126,8 +126,9 @@ class TaskEpisodes:
     ) -> list[tuple[int, EpisodeScore | None]]:
         """Play the episodes of a task; return their numbers and scores.
 
-        An episode of a game with roles has a score for each role that had a turn. One whose tries
-        all failed, or that has not ended when `late` is set, has None. Raises an engine's failure.
+        An episode of a game with roles has a score for each role that had a turn. An episode whose
+        tries all failed, or that has not ended when `late` is set, has None. Raises an engine's
+        failure.
         """
         if self._roles is None:
             self._roles = (await self._environments.describe()).roles
@@ -213,7 +214,7 @@ class Validator:
     ) -> None:
         """`weights` loads versions into the engines that `episodes` plays with.
 
-        `num_sharing` processes share a version's tasks; none holds more than its share at once.
+        `num_sharing` processes share a version's tasks; each holds at most its share at once.
         `time_use` measures the time of validation, `on_room` is called when a task has ended.
         """
         config = context.config
@@ -241,7 +242,7 @@ class Validator:
         return self._episodes.num_running
 
     async def play_tasks(self) -> None:
-        """Take and play tasks until cancelled; then return those held."""
+        """Take and play tasks until cancelled; then return held tasks to the queue."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep(), name="leases of validation tasks")
@@ -257,7 +258,7 @@ class Validator:
             await self._queue.close()
 
     async def _pull(self, num: int, timeout_s: float) -> bool:
-        """Take up to `num` tasks; return whether there were any."""
+        """Take up to `num` tasks from the queue; return whether there were any."""
         leases = await self._queue.pull(num, timeout_s)
         for lease in leases:
             assert lease.task.version is not None  # the queue has no others

@@ -13,7 +13,7 @@ async def _main(context: JobContext) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a server until it is told to stop; return the exit code."""
+    """Run a server until it is stopped; return the exit code."""
     return run_job_actor("server", _main, argv)
 
 

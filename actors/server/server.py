@@ -1,8 +1,8 @@
 """The inference server of a job: loads the job's models and answers requests.
 
 It serves the configured model, a run's checkpoint (the job's own copy), or the newest version of a
-live run, which it follows like a generator. Each further LoRA checkpoint has an engine with its own
-adapter; all of them share one base. Several servers of a job share its requests.
+live run, whose weights it loads like a generator. Each further LoRA checkpoint has an engine with
+its own adapter; all of them share one base. Several servers of a job share its requests.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ P = TypeVar("P")
 _STATS_S = 1.0
 _DRAIN_S = 20.0
 _QUEUED_PER_ROW = 4
-"""Queued answers for each concurrent one."""
+"""Maximum number of queued answers for each concurrent one."""
 
 
 async def run_server(context: JobContext) -> None:
@@ -309,7 +309,7 @@ class Server:
             self._context.log.warning("cancel_ignored", error=error.message)
 
     async def _report_engine(self) -> None:
-        """Put the engine's figures into the heartbeat."""
+        """Add the engine's figures to the heartbeat."""
         context = self._context
         while True:
             report_engine(context, self._engine.stats(), requests=self._parts.num_running)

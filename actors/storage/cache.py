@@ -3,8 +3,8 @@
 An entry is named after its content: `<key>/` is the folder, `<key>.held` contains its size and is
 locked (flock): shared by processes that use the entry, exclusively by one that fetches or removes
 it. Its modification time is that of the last request: the least recently used entries are removed
-first, entries in use never. Locks end with their process, so a kill leaves at most an incomplete
-folder, which the next process removes.
+first, entries in use never. Locks end with their process, so a killed process leaves at most an
+incomplete folder, which the next process removes.
 
 Actors load models from folders: a model with a URL is fetched, and the actor's configuration names
 its folder in the cache.
@@ -76,7 +76,7 @@ class FolderCache:
             try:
                 self._fill(lock, place, num_bytes, fetch)
                 fcntl.flock(lock, fcntl.LOCK_SH)
-                if place.is_dir():  # it may have been removed between the two locks
+                if place.is_dir():  # the folder may have been removed between the two locks
                     self._held[key] = lock
                     lock = -1
             finally:
@@ -255,8 +255,8 @@ def url_of(folder: str) -> str | None:
 def base_here(adapter: str, base: str) -> str:
     """Return the base of an adapter: a fetched folder if both are named by URL.
 
-    A URL in another adapter is not fetched: users can write it, and this machine's keys would be
-    used. Raises StorageError, ModelError.
+    A URL in any other adapter is not fetched, since users can write it, and this machine's keys
+    would be used. Raises StorageError, ModelError.
     """
     if not is_url(base) or adapter not in _fetched:
         return base

@@ -1,11 +1,12 @@
-"""The checkpoints of runs in stores, which copy those in the runs' folders.
+"""Checkpoints of runs in stores: copies of those in the runs' folders.
 
 `<url>/runs/<user>/<job>/checkpoints/step_000040-<digest>/` has the files of one; the digest is that
-of its table, so files of two learners never mix. A checkpoint is complete once its table exists.
+of its table of digests, so files of two learners are never mixed. A checkpoint is complete once its
+table exists.
 
-A job that starts from a checkpoint of another run (a fork, a served or evaluated checkpoint) has a
-copy of it at its own place in the store, made by the store, or in its own bucket: the run may
-remove its checkpoint later.
+A job that starts from a checkpoint of another run (a fork, a served or evaluated checkpoint) has
+its own copy in the store, made by the store, or in its own bucket, since the run may remove its
+checkpoint later.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ class MirroredCheckpoint(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether its table exists, which is written last."""
+        """Whether its table of digests exists, which is written last."""
         return any(file.name == f"{self.name}/{TABLE}" for file in self.files)
 
 
@@ -50,7 +51,7 @@ class CheckpointMirror:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self.spared: Callable[[list[int]], set[int]] = lambda _: set()
-        """Returns steps to keep in addition to those of the counts."""
+        """Returns steps that are kept in addition to the newest ones."""
 
     @classmethod
     def of_run(
@@ -70,7 +71,7 @@ class CheckpointMirror:
         return [checkpoint for checkpoint in self._all() if checkpoint.is_whole]
 
     def upload(self, step: int, folder: Path) -> None:
-        """Store a checkpoint, then remove the ones not to keep. Raises StorageError."""
+        """Store a checkpoint, then remove those that are not kept. Raises StorageError."""
         digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()[:16]
         name = f"{checkpoint_name(step)}-{digest}"
         if not any(checkpoint.name == name for checkpoint in self.whole()):
@@ -78,7 +79,7 @@ class CheckpointMirror:
         self._remove_old(step)
 
     def fetch_newest(self, folder: Path) -> list[TinkermqError]:
-        """Fetch the newest complete checkpoint into the run's folder, unless that has a newer one.
+        """Fetch the newest complete checkpoint into the run's folder, unless it has a newer one.
 
         Returns problems of newer ones in the store. Raises StorageError.
         """
@@ -98,7 +99,7 @@ class CheckpointMirror:
         return wrong
 
     def kept(self, steps: list[int]) -> set[int]:
-        """Return which of these steps are kept regardless of newer ones."""
+        """Return the steps that are kept regardless of newer ones."""
         every = {step for step in steps if self._keep_every and step % self._keep_every == 0}
         return every | self.spared(steps)
 
@@ -153,7 +154,7 @@ class CheckpointInStore(NamedTuple):
     step: int
     url: str
     files: list[StoredObject]
-    """Named as in the folder."""
+    """Name of the checkpoint's folder."""
 
     @property
     def is_adapter(self) -> bool:

@@ -1,8 +1,7 @@
-"""Files of checkpoints: digests, by which damaged ones are found; small records; flushing.
+"""Files of checkpoints: digests, which detect damaged files; small records; flushing.
 
 A folder contains `SHA256SUMS` in the format of `sha256sum -c`. Its first line is the digest of the
-others, so that a damaged table is noticed, too. A copy may be without the learner's state
-(`learner/`).
+others, so that a damaged table is noticed, too. A copy may lack the learner's state (`learner/`).
 """
 
 import contextlib
@@ -57,7 +56,7 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
     """Compare a folder's files with its table; without a table nothing is checked.
 
     This process reads a folder once. Raises StorageError that names a damaged file, StoreAwayError
-    for one that cannot be read at the moment and may be whole.
+    for one that cannot be read at the moment and may be undamaged.
     """
     table = folder / TABLE
     if not table.is_file():
@@ -104,7 +103,7 @@ def _self_of(body: str) -> str:
 
 
 def is_state(name: str) -> bool:
-    """Whether a file belongs to the learner's state, which copies may be without."""
+    """Whether a file belongs to the learner's state, which copies may lack."""
     return _LEFT_OUT in PurePosixPath(name).parts[:-1]
 
 
@@ -142,7 +141,7 @@ def digest_of(path: Path) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> StoreAwayError:
-    """Return the error of a file that may be whole: no disk, no rights, too many open files."""
+    """Return the error of a file that may be undamaged: no disk, no rights, too many open files."""
     return StoreAwayError(
         f"{path} cannot be read: {error.strerror}",
         hint="check its disk and its permissions; if that does not help, move its folder away",
@@ -212,7 +211,7 @@ def new_folder(
         if lasting:
             flush_entries(final.parent)
     except Exception as error:
-        failure = storage_error(final, error, *libraries)  # before room is made again
+        failure = storage_error(final, error, *libraries)  # before disk space is freed again
         shutil.rmtree(hidden, ignore_errors=True)
         if failure is None:
             raise
@@ -226,7 +225,7 @@ def flush(folder: Path) -> None:
 
 
 def flush_entries(path: Path) -> None:
-    """Sync the entries of a folder, or the content of a file, which may be read-only, to disk."""
+    """Sync the entries of a folder, or the content of a file, to disk; both may be read-only."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -237,7 +236,7 @@ def flush_entries(path: Path) -> None:
 def storage_error(
     final: Path, error: Exception, *libraries: type[Exception]
 ) -> StorageError | None:
-    """Return the error of a checkpoint that could not be written; None for another cause.
+    """Return the error of a checkpoint that could not be written; None for any other cause.
 
     On a full disk libraries raise many kinds of errors; `libraries` are those that are neither
     OSError nor RuntimeError.

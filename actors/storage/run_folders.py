@@ -1,4 +1,4 @@
-"""Folders of runs, for services outside of the sandboxes: checkpoints, archive, removal.
+"""Folders of runs, for services outside of sandboxes: checkpoints, archive, removal.
 
 Checkpoints are in `checkpoints/step_000040`. The archive of a job is `.archives/JOB` beside its run
 folder, where jobs cannot write; the job's record has its digest, by which a changed archive is
@@ -123,7 +123,7 @@ def drop_archive(run_dir: str, job: str) -> None:
 def remove_weights(
     run_dir: str, folder: str | None, scope: JobScope, locations: Iterable[str]
 ) -> None:
-    """Remove the files of a run's published versions, also those that a killed learner left.
+    """Remove the files of a run's published versions, including those of a killed learner.
 
     The configured `folder` may be shared, and `locations` come from a learner: only files directly
     in it are removed, and only those with the job's name or with a payload's name at a location.
@@ -149,7 +149,7 @@ def remove_weights(
 def remove_run_folder(run_dir: str, job: str) -> None:
     """Remove the folder of a run.
 
-    It is renamed first, so that a new run with its name never finds a part of it. Raises
+    It is renamed first, so that a new run with the same name never finds a part of it. Raises
     StorageError for a path that cannot be a run's folder, OSError.
     """
     place = Path(run_dir)

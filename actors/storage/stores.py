@@ -1,8 +1,8 @@
 """Stores of files: below a URL, through the package `obstore`, or in the broker.
 
-Both have the same methods, which block: call them in threads. A store by URL retries after
-temporary errors (away, slow, cut off); permanent errors (no such bucket, refused credentials) are
-raised at once. A file is read in ranges by several threads.
+Both have the same blocking methods: call them in threads. A store by URL retries after temporary
+errors (away, slow, cut off); permanent errors (no such bucket, refused credentials) are raised at
+once. A file is read in ranges by several threads.
 
 The store in the broker is for machines without a common disk or store: the checkpoints of a job are
 objects in a bucket of its own, bounded by `limits.checkpoint_bytes`; calls run on the process's
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _RANGE_BYTES = 8 << 20
 _THREADS = 8
 _MOST_COPIED_BYTES = 5 << 30
-"""Size up to which stores copy objects themselves; larger ones go through a file in $TMPDIR."""
+"""Maximum size that stores copy themselves; larger objects are copied through a file in $TMPDIR."""
 _STAGED = re.compile(r"#[0-9]+\Z")
 _FIRST_PAUSE_S = 0.5
 _DEADLINE_S = 600.0
@@ -50,7 +50,7 @@ class StoredObject(NamedTuple):
     name: str
     num_bytes: int
     tag: str
-    """Changes with the object's content."""
+    """Tag that changes with the object's content."""
     saved: float = 0.0
     """When it was written, in seconds since 1970."""
 
@@ -69,7 +69,7 @@ class UrlStore:
         self._store = _open(self.url, timeout_s)
 
     def close(self) -> None:
-        """End calls that wait for another attempt, with their error."""
+        """End calls that wait for another attempt by raising their error."""
         self._closing.set()
 
     def put(self, name: str, content: Path | bytes) -> None:
@@ -239,7 +239,7 @@ def _open(url: str, timeout_s: float) -> Any:
 
 
 def _is_plain() -> bool:
-    """Whether the environment names a server without TLS, which these options would override."""
+    """Whether the environment allows a server without TLS, which these options would override."""
     named = os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or ""
     return named.startswith("http://") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
 
@@ -277,7 +277,7 @@ class BrokerStore:
             future.cancel()
 
     def make_room(self, num_bytes: int) -> None:
-        """Raise the bound of the bucket, which is made if missing. Raises StoreAwayError."""
+        """Raise the bound of the bucket, which is created if missing. Raises StoreAwayError."""
         making = _grow_bucket(self._broker, self._scope, num_bytes)
         self._wait(f"make room for {num_bytes:,} bytes", making)
 
@@ -359,10 +359,10 @@ def _stored_object(info: ObjectInfo, below: str) -> StoredObject:
 
 
 async def _grow_bucket(broker: Broker, scope: JobScope, num_bytes: int) -> None:
-    """Raise the bound of a job's bucket of checkpoints, which is made if missing.
+    """Raise the bound of a job's bucket of checkpoints, which is created if missing.
 
-    For a checkpoint that is copied before the job starts; `create_job_streams` then sets the job's
-    own bound. Raises BrokerError if the server has no room, DeadlineError.
+    Used for a checkpoint that is copied before the job starts; `create_job_streams` then sets the
+    job's own bound. Raises BrokerError if the server has no room, DeadlineError.
     """
     name = f"OBJ_{scope.object_checkpoints}"
     configs = streams.job_streams(scope, LimitsConfig(), streams.WEIGHTS_BYTES)
@@ -387,7 +387,7 @@ class Stores:
     """
 
     def __init__(self, broker: Broker, own: JobScope | None = None) -> None:
-        """Prepare, on the loop of `broker`; an actor of a job reads the bucket of its `own`."""
+        """Prepare, on the loop of `broker`; an actor of a job reads the bucket of its `own` job."""
         self._broker = broker
         self._own = own
         self._loop = asyncio.get_running_loop()
@@ -414,7 +414,7 @@ class Stores:
 
 # -- folders ---------------------------------------------------------------------------------------
 # `SHA256SUMS` is written last and completes a folder. A folder without that table is an incomplete
-# upload, not a checkpoint. Models that were stored by other programs need none.
+# upload, not a checkpoint. Models that other programs stored need no table.
 
 _FILES_AT_ONCE = 4
 _FETCHES = 3

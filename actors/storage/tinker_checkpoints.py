@@ -1,9 +1,9 @@
-"""Named checkpoints of Tinker models on disk, as trainer, samplers and scheduler read them.
+"""Named checkpoints of Tinker models on disk, for trainer, samplers and scheduler.
 
 A checkpoint is the folder `<user>/<model>/<kind>/<name>/`. Its files are in a folder named after
-the operation that saved it, and `tinker.json` beside that folder says which operation that is.
-Replacing `tinker.json` creates, changes or removes the checkpoint, so a crash leaves either the old
-or the new one.
+the operation that saved it, and `tinker.json` beside that folder names the operation. Replacing
+`tinker.json` creates, changes or removes the checkpoint, so a crash leaves either the old or the
+new one.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class CheckpointFolders:
 
     @property
     def mark(self) -> str:
-        """The random mark of the folder, by which samplers recognise it; empty: none yet."""
+        """The random mark of the folder, with which samplers recognise it; empty: none yet."""
         try:
             return (self._folder / _MARK).read_text(encoding="utf-8")
         except OSError:
@@ -117,7 +117,7 @@ class CheckpointFolders:
     def find_snapshot(self, user: str, name: CheckpointName, *, moves: bool) -> StoredCheckpoint:
         """Return the weights that a user's samples use now; raises NotFoundError.
 
-        With `moves` those are the newest that were saved for samples in flight.
+        With `moves` they are the newest weights that were saved for samples in flight.
         """
         return self._find_newest(user, name) if moves else self.find(user, name)
 
@@ -131,7 +131,7 @@ class CheckpointFolders:
         return self.find(user, replace(oldest, name=str(record["name"])))
 
     def set_newest(self, stored: StoredCheckpoint) -> None:
-        """Let in-flight samples use a checkpoint, unless they use a later one already.
+        """Let in-flight samples use a checkpoint, unless they already use a later one.
 
         Raises StorageError.
         """
@@ -199,7 +199,7 @@ class CheckpointFolders:
         _remove_unused_folders(stored)
 
     def remove(self, stored: StoredCheckpoint, why: Gone) -> StoredCheckpoint:
-        """Remove the files of a checkpoint, and record why, if the disk has room for that."""
+        """Remove the files of a checkpoint, and record the reason if the disk has room for it."""
         record = replace(stored, gone=why, size_bytes=0, is_public=False, time=time.time())
         try:
             self.commit(record)

@@ -8,7 +8,7 @@ from cyclopts import App, CycloptsError, Parameter
 # The examples at the end of a command's `--help`.
 #
 # `train.yaml` stands for the configuration that `tinkermq env new` writes, `my-run` for a run. A
-# test reads every example out of `--help`, parses it, and runs it where that needs no pool.
+# test parses every example of `--help`, and runs those that need no pool.
 
 
 class Example(NamedTuple):

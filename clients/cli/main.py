@@ -1,6 +1,6 @@
 """Run one command of the command line and return its exit code.
 
-0 done, 1 failed, 2 wrong usage, 130 interrupted. An error of ours is printed as its message and its
+0 done, 1 failed, 2 wrong usage, 130 interrupted. A TinkermqError is printed as its message and its
 hint; `--debug` anywhere on the line shows the traceback instead. `decode` runs once per message
 under `nats sub --translate`, so it bypasses the command parser, whose import takes longer than
 printing the message.

@@ -203,7 +203,7 @@ class AsyncTrajectoryPublisher(PoolClient):
 class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
     """Publishes finished trajectories, or tasks, of an external agent into one job.
 
-    Works inside a running event loop, too; use `AsyncTrajectoryPublisher` in async code.
+    It works inside a running event loop, too; use `AsyncTrajectoryPublisher` in async code.
     """
 
     def __init__(

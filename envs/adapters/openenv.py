@@ -265,7 +265,7 @@ class OpenEnvGame(AsyncToolGame):
 def text_of(observation: Mapping[str, Any], name: str = "") -> str:
     """Return the policy's text of an observation: field `name`, a tool's result, or all fields.
 
-    A single field is shown as it is, several as JSON; metadata are not shown.
+    A single field is returned unchanged, several as JSON; metadata are left out.
     """
     if name:
         if name not in observation:

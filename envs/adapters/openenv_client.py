@@ -1,11 +1,11 @@
 """Client of OpenEnv servers: HTTP routes that describe an environment, and WebSocket sessions.
 
-A session is a connection to `/ws` with an environment instance of its own on the server, and lasts
-for one episode. `SessionPool` opens sessions within the servers' capacity: a server that is full,
-or does not answer, is retried until a deadline. Nothing is retried after the start of an episode.
+A session is a connection to `/ws` with its own environment instance on the server, and lasts for
+one episode. `SessionPool` opens sessions within the servers' capacity: a server that is full, or
+does not answer, is retried until a deadline. Nothing is retried after the start of an episode.
 
 Data of a server is not trusted: messages are bounded and checked, redirects are not followed,
-compression is off, and texts are quoted in messages of ours, so that no control character reaches a
+compression is off, and texts are quoted in our messages, so that no control character reaches a
 terminal.
 """
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-# -- messages ----------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 class Observation(BaseModel):
@@ -99,7 +99,7 @@ class Access:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
 
-# -- errors -------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 class OpenEnvError(GameError):

@@ -64,7 +64,7 @@ class LocalGame:
         return self._limited("reset", describe)
 
     def facts(self) -> GameFacts:
-        """Make one instance; return what all episodes share. Raises GameError."""
+        """Make one instance; return the facts that all episodes share. Raises GameError."""
         return self._limited("__init__", Episodes(self.game_class, self.config.kwargs).probe)
 
     def start(self, seed: int, *, row: int | None = None, split: Split = "train") -> "LocalEpisode":

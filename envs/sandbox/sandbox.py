@@ -72,7 +72,7 @@ class Sandbox:
     user: int | None = None
     """The user id for a root process; None: another unused one at each start."""
     is_caller: bool = False
-    """Whether it keeps the user id of the user who starts it, without any right."""
+    """Whether it keeps the user id of the process that starts it, without any rights."""
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()

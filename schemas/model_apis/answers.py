@@ -1,4 +1,4 @@
-"""What the APIs' answers, streams and errors have in common.
+"""Common parts of the APIs' answers, streams and errors.
 
 An answer is written choice by choice from the pieces that a `ReplyReader` finds in the generated
 text. The `Answer` of each API collects them into one object and yields the events of a stream. A
@@ -80,7 +80,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """New tokens of a choice, as far as the request asks for them."""
+    """New tokens of a choice, if the request asks for them."""
 
     ids: Sequence[int] | None = None
     logprobs: Sequence[TokenLogprob] | None = None
@@ -91,7 +91,7 @@ class NewTokens:
 
 
 class Answer(Protocol):
-    """An answer in the form of one API. Iterating over its events is what writes it."""
+    """An answer in the form of one API. It is written by iterating over its events."""
 
     prompt_ids: Sequence[Sequence[int]]
     """Tokens of each prompt, if requested and known."""
@@ -163,7 +163,7 @@ def openai_error(error: TinkermqError, status: int) -> dict[str, Any]:
 
 
 def retry_headers(error: TinkermqError, status: int) -> dict[str, str]:
-    """Return the headers by which official libraries decide whether and when to retry."""
+    """Return the headers that tell official libraries whether and when to retry."""
     if status not in _PASSING:
         return {"x-should-retry": "false"}
     pause_ms = int(error.retry_after_s * 1000) if isinstance(error, BusyError) else _PAUSE_MS

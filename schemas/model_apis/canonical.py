@@ -1,9 +1,9 @@
 """Messages of a model call in one form for all APIs.
 
-A program sends its whole history with each call, and seldom unchanged: frameworks rewrite a tool's
+A program sends its whole history with each call, often changed: frameworks rewrite a tool's
 arguments, drop the reasoning, move cache markers, and send a list of texts instead of a string. A
-`CanonicalMessage` holds what the model read and wrote. Its `key` is equal for all spellings of one
-message and differs with its meaning.
+`CanonicalMessage` holds the content that the model read and wrote. Its `key` is equal for all
+spellings of one message and differs with its meaning.
 """
 
 import json
@@ -29,11 +29,11 @@ VOLATILE: tuple[Volatile, ...] = (
     ),
     ("<total_tokens>", re.compile(r"<total_tokens>[^<]*</total_tokens>\n?")),
 )
-"""Text that programs change from call to call for no reason: neither shown nor compared."""
+"""Text that programs change in each call without a meaning: it is neither rendered nor compared."""
 
 
 MIN_QUOTE = 16
-"""Length of an answer's text from which on its appearance in a message shows that it was read."""
+"""Minimum length of an answer's text whose appearance in a message shows that it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class CanonicalCall:
 
     @property
     def value(self) -> dict[str, Any] | str:
-        """The arguments for a template: an object, or the text if it is not JSON of one."""
+        """The arguments for a template: an object, or the text if it is not a JSON object."""
         value = read_object(self.arguments)
         return self.arguments if value is None else value
 
@@ -106,7 +106,7 @@ class CanonicalMessage:
     @property
     def key(self) -> bytes:
         """16 bytes, equal for all spellings of the message; reasoning and ids do not count."""
-        if not self._key:  # cached: a history is compared at each call
+        if not self._key:  # cached, since a history is compared at each call
             object.__setattr__(self, "_key", self._made_key())
         return self._key
 
@@ -123,7 +123,7 @@ class CanonicalMessage:
 
     @property
     def _has_own_extra(self) -> bool:
-        """Whether further fields belong to its meaning; programs add some to answers."""
+        """Whether further fields belong to its meaning; programs add fields to answers."""
         return bool(self.extra) and self.role != "assistant"
 
     def agrees(self, other: "CanonicalMessage") -> bool:
@@ -234,8 +234,8 @@ def _without(message: CanonicalMessage, volatile: Sequence[Volatile]) -> Canonic
     return message if content == message.content else replace(message, content=content)
 
 
-# Replies, read as they are generated, so that an echo of an answer is recognised. Calls are read as
-# Hermes and Qwen models write them; what is not well formed is text. White space beside reasoning
+# Replies, read incrementally, in the same form in which an echo of the answer is recognised. Calls
+# are read in the format of Hermes and Qwen; malformed calls are text. White space beside reasoning
 # and calls belongs to neither.
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -256,7 +256,7 @@ class TextPiece:
 
 
 Piece: TypeAlias = ReasoningPiece | TextPiece | CanonicalCall
-"""What an answer gained; a tool call comes whole, once it is closed."""
+"""A new part of an answer; a tool call is one piece, after its end."""
 
 
 class ReplyReader:
@@ -294,7 +294,7 @@ class ReplyReader:
         )
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; return the pieces that no later text can change."""
+        """Add text; return the pieces that later text cannot change."""
         self._unread += text
         return self._read(last=False)
 
@@ -347,7 +347,7 @@ class ReplyReader:
             self._space, self._hides_space = "", True
 
     def _until(self, mark: str, *, last: bool) -> tuple[str, bool]:
-        """Read up to a mark, and whether it was there; hold back a possible beginning of it."""
+        """Read up to a mark, and return whether it was found; hold back a possible beginning."""
         before, closed, after = self._unread.partition(mark)
         if closed:
             self._unread = after
@@ -364,7 +364,7 @@ class ReplyReader:
         return [TextPiece(ready)]
 
     def _spaced(self, text: str) -> str:
-        """Return the text to send; trailing white space waits for the next text."""
+        """Return the text to send; trailing white space is held back until the next text."""
         whole = self._space + text
         if self._hides_space:
             whole = whole.lstrip()

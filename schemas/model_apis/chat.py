@@ -36,7 +36,7 @@ DONE = "data: [DONE]\n\n"
 _OWN_FIELDS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 )
-"""Fields of a message that have a place of their own in a `CanonicalMessage`."""
+"""Fields of a message that have their own field in a `CanonicalMessage`."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -138,7 +138,7 @@ def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
 
 
 def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
-    """Read chat messages, however they are written.
+    """Read chat messages in any spelling.
 
     Raises UnreadableMessageError, and RequestError for an unknown role.
     """
@@ -198,7 +198,7 @@ def _is_token(value: Any) -> bool:
 
 
 class _Choice:
-    """One choice, as far as it was written."""
+    """The written part of one choice."""
 
     def __init__(
         self, number: int, custom_tools: Collection[str] = (), *, is_streamed: bool = False
@@ -213,7 +213,7 @@ class _Choice:
         self.logprobs: list[answers.TokenLogprob] | None = None
         self.finish: str | None = None
         self.stop: str | None = None
-        """The stop text that ended it, which vLLM's server returns, too."""
+        """The stop text that ended it, in the field that vLLM's server has."""
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Add a piece; return it as a chunk's delta."""
@@ -261,7 +261,7 @@ class _Choice:
 
 
 def _called_function(call: CanonicalCall) -> dict[str, Any]:
-    """Return a call as a function call, the only kind that chunks have."""
+    """Return a call as a function call, the only kind in chunks."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -292,7 +292,7 @@ class ChatCompletionAnswer:
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to a choice; yield chunks, of which the first with text has the new tokens."""
+        """Add to a choice; yield chunks; the first one with text has the new tokens."""
         of = self._choices[choice]
         if tokens is not None:
             of.add_tokens(tokens)
@@ -351,7 +351,7 @@ class ChatCompletionAnswer:
         tokens: answers.NewTokens | None = None,
         top: Mapping[str, Any] | None = None,
     ) -> str:
-        if not self._is_streamed:  # not read, and log-probs take time
+        if not self._is_streamed:  # chunks are not read here, and log-probs take time
             return ""
         tokens = tokens or answers.NewTokens()
         choice: dict[str, Any] = {
@@ -393,7 +393,7 @@ class CompletionAnswer:
         self._choices = [_Text(number, is_streamed=request.stream) for number in range(num)]
 
     def start(self, usage: answers.Usage) -> Iterator[str]:
-        """Yield nothing: the first event has text."""
+        """Yield nothing, since the first event has text."""
         del usage
         yield from ()
 
@@ -481,7 +481,7 @@ class CompletionAnswer:
 
 
 class _Offset:
-    """Offset of the next token in a text; a character begins at its first byte."""
+    """Offset of the next token in a text; the offset of a character is that of its first byte."""
 
     def __init__(self) -> None:
         self._place = 0
@@ -492,7 +492,7 @@ class _Offset:
         encoded = token.text.encode(errors="replace") if token.encoded is None else token.encoded
         begun = self._decoder.getstate()[0]
         text = self._decoder.decode(encoded)
-        # an unfinished character that this token does not continue takes a position of its own
+        # an unfinished character that this token does not continue has its own position
         is_broken = bool(begun and text) and not (begun + encoded).startswith(text[0].encode())
         place = self._place + is_broken
         self._place += len(text)

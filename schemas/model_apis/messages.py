@@ -25,7 +25,7 @@ _SAMPLING = ("temperature", "top_p", "top_k")
 
 
 class ThreadRefused(RequestError):
-    """A request that relies on a history stored by the server."""
+    """A request needs a history stored by the server."""
 
     details: Mapping[str, Any] = {
         "error_code": "thread_unsupported_request",
@@ -163,7 +163,7 @@ class MessagesAnswer:
         """Write the answer to a request."""
         del request
         self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of the prompt; the API has no place for them."""
+        """Tokens of the prompt, which the API cannot return."""
         self._head = head
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False

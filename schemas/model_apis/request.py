@@ -3,7 +3,7 @@
 The reader of an API (`chat.py`, `responses.py`, `messages.py`) reads a body field by field and
 returns a `ModelRequest`. `without_effect` names the fields that it did not read, except labels and
 fields whose value is the default, which client libraries and frameworks send with every request. A
-value that would change the answer is always named; `null` never is.
+value that would change the answer is always named, `null` never.
 
 This module also reads the required form of the answer (`response_format`, Responses' `text.format`,
 Messages' `output_config.format`, `tool_choice`). It checks schemas at once, so that an error names
@@ -34,11 +34,11 @@ from ..wire.images import encoded_image
 from .canonical import CanonicalCall, CanonicalMessage, Picture, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
-"""Created once, since each model call is read field by field."""
+"""Created once, since each request is read field by field."""
 
 
 class RequestError(TinkermqError):
-    """An invalid or unsupported request; names the field."""
+    """A request is invalid or unsupported; names the field."""
 
     code = "request"
     status = 400
@@ -160,7 +160,7 @@ class Fields:
         return tuple(text for text in values if text)
 
     def unread(self) -> tuple[str, ...]:
-        """Return the fields that were not read and whose value asks for something."""
+        """Return the fields that were not read and whose value is not a default."""
         return tuple(
             self.name(key)
             for key, value in self._value.items()
@@ -373,8 +373,8 @@ def output_format(
 ) -> OutputFormat | None:
     """Return the required form of an answer; None: any.
 
-    If a format is required and tools may be called, the answer is either. Raises RequestError for
-    tool parameters that cannot be enforced.
+    If a format is required and tools may be called, the answer has either form. Raises RequestError
+    for tool parameters that cannot be enforced.
     """
     functions = choice.functions
     if schema is not None and not functions and not choice.hides_tools:
@@ -421,7 +421,7 @@ LABELS = frozenset(
         "user_id",
     }
 )
-"""Fields that label or speed up a request and never change an answer."""
+"""Fields that label or speed up a request, and never change an answer."""
 
 _OFF: tuple[Any, ...] = (False, 0)
 _NEUTRAL: Mapping[str, Iterable[Any]] = {
@@ -502,7 +502,7 @@ def _is_one_of(value: Any, neutral: Any) -> bool:
     return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
 
 
-# -- the request as it travels ---------------------------------------------------------------------
+# -- the request as a message ----------------------------------------------------------------------
 
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -512,7 +512,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
     "repetition_penalty": (0.1, MAX_REPETITION),
 }
-"""Least and largest values with which an episode's tokens can be drawn."""
+"""Minimum and maximum of an episode's sampling options."""
 _NAMES = {
     ("", "num_choices"): "n",
     ("completions", "prompts"): "prompt",
@@ -520,11 +520,11 @@ _NAMES = {
     ("messages", "stop"): "stop_sequences",
     ("responses", "max_tokens"): "max_output_tokens",
 }
-"""Names that the APIs have for fields of a request that travels, where they differ."""
+"""Names of message fields in the APIs, if they differ."""
 
 
 def packed(message: CanonicalMessage) -> ModelMessage:
-    """Return a message in the form in which it travels."""
+    """Return a message as a `ModelMessage`, which is sent."""
     return ModelMessage(**_fields(message))
 
 
@@ -540,10 +540,10 @@ def _fields(message: CanonicalMessage) -> dict[str, Any]:
 
 
 def unpacked(message: ModelMessage) -> CanonicalMessage:
-    """Return a message that was received."""
+    """Return the message of a received `ModelMessage`."""
     content: tuple[str | Picture, ...]
     match message.content:
-        case [str(text)] if text:  # the common case, since each call carries its history
+        case [str(text)] if text:  # the common case, since each call has the whole history
             content = (text,)
         case parts:
             content = joined(part if isinstance(part, str) else Picture(part) for part in parts)
@@ -569,10 +569,10 @@ def call_request(
     previous: int | None = None,
     is_retry: bool = False,
 ) -> CallRequest:
-    """Return a program's call as it travels; ValidationError for a value out of bounds.
+    """Return a program's call as a message; ValidationError for a value out of bounds.
 
-    The job decides how tokens are drawn: options that cannot be used are left out or moved into
-    their bounds.
+    The job decides on sampling: options that cannot be used are left out or moved into their
+    bounds.
     """
     if (num := model_request.num_choices) > MAX_CALL_CHOICES:
         raise RequestError(f"the parameter 'n' is {num}, over {MAX_CALL_CHOICES}", param="n")
@@ -597,7 +597,7 @@ def call_request(
 
 
 def served_request(model_request: ModelRequest, request: str) -> ChatRequest | CompletionRequest:
-    """Return what a server is model_request; ValidationError for a value that is out of bounds."""
+    """Return the request to a server; ValidationError for a value that is out of bounds."""
     shared = _shared_fields(model_request, request, _served_sampling(model_request.sampling))
     if model_request.prompts:
         return CompletionRequest(
@@ -647,7 +647,7 @@ def _served_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bounds_error(error: ValidationError, api: str) -> RequestError:
-    """Return the error of a request that cannot travel, with the field's name in an API."""
+    """Return the error of a request that cannot be sent, with the field's name in the API."""
     problem = error.errors()[0]
     place = str(problem["loc"][0]) if problem["loc"] else ""
     param = _NAMES.get((api, place)) or _NAMES.get(("", place), place)

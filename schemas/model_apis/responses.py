@@ -112,7 +112,7 @@ def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
             json.dumps(value, allow_nan=False)
         except ValueError as error:
             raise RequestError(f"{name} has a number that is not finite", param=name) from error
-    for name in ("reasoning", "text"):  # objects whose other fields have their defaults
+    for name in ("reasoning", "text"):  # in objects whose other fields have their defaults
         if isinstance(echoed.get(name), dict):
             echoed[name] = {**_ECHOED[name], **echoed[name]}
     if echoed.get("service_tier") == "auto":
@@ -210,7 +210,7 @@ class ResponseAnswer:
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Write the answer to a request."""
         self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of the prompt; the API has no place for them."""
+        """Tokens of the prompt, which the API cannot return."""
         self._head = head
         self._echo = request.echo or _ECHOED
         self._custom = request.custom_tools

@@ -64,7 +64,7 @@ _SUBMITS, _SUBMIT_S = 3, 12.0
 
 
 class Trainers:
-    """The trainers of the pool; a model stays with one trainer for ever."""
+    """The trainers of the pool; a model always stays with the same trainer."""
 
     def __init__(self) -> None:
         """Know no trainer yet."""

@@ -73,7 +73,7 @@ _BASE = re.compile(
 _IGNORED = frozenset(
     ["CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"]
 )
-"""Instructions that do not change what a program sees."""
+"""Instructions that do not change the environment of a program."""
 _OPERATORS = frozenset(["&&", "||", ";", "|", "(", ")"])
 _REDIRECTIONS = frozenset([">", ">>", "<", ">&"])
 _VARIABLE = re.compile(r"\\(\$)|\$(?:\{([A-Za-z_]\w*)([^}]*)\}|([A-Za-z_]\w*))")

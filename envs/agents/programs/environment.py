@@ -165,7 +165,7 @@ def _public(record: Record) -> dict[str, Any]:
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
-    """Fill one word; replaced values are not expanded again."""
+    """Replace the names in one word; the values are not expanded again."""
     parts: list[str] = []
     while word:
         at, name = min(

@@ -118,7 +118,7 @@ class OutputReader:
         return printed
 
     def stop(self) -> None:
-        """End the thread, and close what is still open."""
+        """End the thread, and close all open pipes."""
         self._stopping = True
         os.write(self._wake, b".")
         self._thread.join()

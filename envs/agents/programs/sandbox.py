@@ -215,7 +215,7 @@ def _last_line(output: bytes) -> str:
 
 
 def _held(folder: Path, *, exclusive: bool) -> int:
-    """Make a folder of ours and lock it; return the lock, which closing releases."""
+    """Make a private folder and lock it; return the lock, which is released by closing it."""
     deadline = time.monotonic() + _UNPACK_S
     while time.monotonic() < deadline:
         folder.mkdir(mode=0o700, exist_ok=True)

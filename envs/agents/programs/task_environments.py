@@ -103,7 +103,8 @@ def _last_line(output: bytes) -> str:
     return lines[-1][-_SHOWN_CHARS:] if lines else "nothing"
 
 
-# -- what a task needs -----------------------------------------------------------------------------
+# -- environments of tasks
+# -----------------------------------------------------------------------------
 
 
 class EnvironmentPlanner:

@@ -375,7 +375,7 @@ class ProgramCalls:
             self._calls.pop(digest, None)
 
 
-# -- the open episodes, by their keys -------------------------------------------------------------
+# -- the open episodes, by their keys --------------------------------------------------------------
 
 KEPT_BYTES = 8 << 20
 _PAST = 4096

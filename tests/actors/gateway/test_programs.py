@@ -156,7 +156,7 @@ async def test_what_cannot_be_given_is_refused_with_the_reason(
     assert (await pool.post(OPEN, {"job": scope.job, "wait_s": 0})).headers["retry-after"] == "1"
     unknown = await pool.post(f"{OPEN}/g-9-9/end", {})
     assert unknown.status == 404
-    assert "was taken here" in unknown.json["error"]["message"]
+    assert "was not taken at this gateway" in unknown.json["error"]["message"]
 
 
 # -- Programs elsewhere: the key of their episode leads them through any gateway -------------------
@@ -267,7 +267,7 @@ async def test_an_end_that_came_through_another_gateway_ends_open_calls(
     assert (await other.post("/v1/episode/end", {}, **program.key)).status == 200
     answer = await call
     assert answer.status == 410
-    assert "ended" in answer.text
+    assert "the episode is over" in answer.text
 
 
 async def test_a_key_ends_with_its_try(program: Elsewhere) -> None:
