@@ -256,7 +256,7 @@ async def test_a_program_that_removes_the_folder_of_its_tests_has_no_reward(
     played: Played,
 ) -> None:
     task = Task("Go.", "echo 1 > /logs/verifier/reward.txt", "", PLAIN + "WORKDIR /app/deep\n")
-    with pytest.raises(RewardError, match="the tests of task a-task cannot begin") as error:
+    with pytest.raises(RewardError, match="the tests of task a-task cannot start") as error:
         await played(task, "ask(); os.rmdir('/app/deep')")
     assert "/app/deep" in error.value.hint
 
