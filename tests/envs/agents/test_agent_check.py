@@ -180,10 +180,10 @@ async def test_a_command_that_is_not_there_and_a_job_without_one_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="programs do not find 'my-agnet'"):
         await tried("", command=["my-agnet"])
-    with pytest.raises(ConfigError, match="'/nowhere' is no folder"):
+    with pytest.raises(ConfigError, match="'/nowhere' is not a folder"):
         await tried("", files="/nowhere")
     game = JobConfig.model_validate({"model": {"path": "m"}, "env": {"game": "guess"}})
-    with pytest.raises(ConfigError, match="no job with a program"):
+    with pytest.raises(ConfigError, match="this job has no program"):
         await check_program(broker, game)
 
 
@@ -357,7 +357,7 @@ async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
     assert report.reward == 1.0
     said = [(check.outcome, check.detail) for check in report.checks]
     assert said[0][0] == "ok"
-    assert said[0][1].startswith("1 of 2 Harbor tasks run here, in the sandbox (there is no podman")
+    assert said[0][1].startswith("1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed")
     assert said[1] == ("ok", "their reward is that of tests/test.sh, in /logs/verifier")
     assert said[2][0] == "note"
     assert "task a-refused cannot be run: RUN apt-get" in said[2][1]
