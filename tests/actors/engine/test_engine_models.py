@@ -161,7 +161,7 @@ async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(eyes: E
         (TEXT, [SMALL], "take 4 tokens"),
         (ONE, [TALL], "take 15 tokens"),
         (apart, [SMALL], "piece"),
-        (np.array([3, *[IMAGE_ID] * 8, 6]), [SMALL, WIDE], "side by side"),
+        (np.array([3, *[IMAGE_ID] * 8, 6]), [SMALL, WIDE], "are adjacent"),
         (ONE, [b"no image"], "cannot be opened"),
         (ONE, [SMALL[:100]], "damaged"),
     ):

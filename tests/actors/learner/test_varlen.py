@@ -239,7 +239,7 @@ def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
         ("varlen", CAPPED, GPU, torch.bfloat16, "capped at 50, which only flash_attention_2"),
         ("sdpa", CAPPED, CPU, torch.float32, "capped at 50, which transformers' sdpa leaves out"),
         ("auto", CAPPED, GPU, torch.bfloat16, "capped at 50, which transformers' sdpa leaves out"),
-        ("flash_attention_2", WIDE, GPU, torch.bfloat16, "heads have 512 numbers"),
+        ("flash_attention_2", WIDE, GPU, torch.bfloat16, "heads have size 512"),
         ("flash_attention_2", PLAIN, CPU, torch.bfloat16, "no kernel for CPUs"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -155,7 +155,7 @@ def test_an_image_takes_the_tokens_of_its_size_and_equal_texts_differ_by_it(
     with pytest.raises(DataError, match=r"\d+ × 1 pixels cannot be seen"):
         chat.first_prompt(asked(png(900, 1)))
     text_only: ChatTokenizer = make_chat(_config(folder, tmp_path))
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="reads text only"):
         text_only.first_prompt(asked(png(8, 8)))
 
 
@@ -288,7 +288,7 @@ def test_images_that_cannot_be_learnt_from_are_given_up_with_the_reason(
         "image": f"data:image/png;base64,{base64.b64encode(b'no').decode()}",
     }
     for chat, row, words in (
-        (blind, ROWS[0], "reads text alone"),
+        (blind, ROWS[0], "reads text only"),
         (seeing, by_model, "message 1 of a conversation is the assistant's, and holds an image"),
         (seeing, {"messages": [told(damaged), said("?")]}, "cannot be opened"),
     ):
