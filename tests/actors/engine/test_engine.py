@@ -344,7 +344,7 @@ async def test_prompts_that_cannot_run_are_refused(engine: Engine) -> None:
 
 
 async def test_a_model_that_reads_text_alone_says_so(engine: Engine) -> None:
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="reads text only"):
         await engine.generate([9, 10], Sampling(4), request_id="a", images=[png(16, 16)])
 
 
