@@ -267,11 +267,10 @@ async def test_workers_map_the_version_that_their_machine_shares_and_no_copy_is_
         manifest = await sharing.publish(5, as_bytes(weights) | big)
         tensors = await WeightStore(broker, scope, shared_bytes=1 << 28).fetch(manifest)
         del tensors["pad"]
-        sources = {n: (t.dtype, t.shape, t.data) for n, t in tensors.items()}
-        update = vllm._update(5, vllm._checked(sources))
+        update = vllm._update(5, vllm._checked(tensors))
         assert Path(update["path"]).name.endswith(manifest.digest)
         assert not list(vllm._files._root.iterdir())
-        await vllm.load_weights(5, sources)
+        await vllm.load_weights(5, tensors)
         result = await vllm.generate(PROMPT, Sampling(12), request_id="shared")
         expected = plain_logprobs(loaded(model, weights), PROMPT, result.token_ids)
         np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)

@@ -357,7 +357,9 @@ async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
     assert report.reward == 1.0
     said = [(check.outcome, check.detail) for check in report.checks]
     assert said[0][0] == "ok"
-    assert said[0][1].startswith("1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed")
+    assert said[0][1].startswith(
+        "1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed"
+    )
     assert said[1] == ("ok", "their reward is that of tests/test.sh, in /logs/verifier")
     assert said[2][0] == "note"
     assert "task a-refused cannot be run: RUN apt-get" in said[2][1]
