@@ -650,7 +650,7 @@ def require_reader(reader: ImageReader | None) -> ImageReader:
     """Return the reader of a model's images; ModelError for a model without image input."""
     if reader is None:
         raise ModelError(
-            "the model reads text alone, and a prompt holds images",
+            "the model reads text only, and a prompt holds images",
             hint="train a vision-language model of the Qwen2-VL or Qwen2.5-VL class",
         )
     return reader
