@@ -182,10 +182,10 @@ test-tinker: $(VENV)/dev.stamp programs tinker  ## Run programs written with Tin
 	@cp $< $@
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
-# readers of the compose file and of the manifests, the sandbox. Where this cannot install them, the
+# readers of the compose file and of the manifests, the sandbox, a reverse proxy. Where this cannot install them, the
 # tests that want them say so.
 PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose \
-  bwrap:bubblewrap kubectl:kubernetes-client
+  bwrap:bubblewrap kubectl:kubernetes-client nginx:nginx-light
 programs:
 	@lacking=""; for one in $(PROGRAMS); do \
 	  command -v $${one%%:*} >/dev/null || lacking="$$lacking $${one##*:}"; done; \
