@@ -11,6 +11,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.completions import Answers
 from tinkermq.actors.rollout.exact_calls import ExactCalls
+from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.model_apis.answers import ModelApi
 from tinkermq.schemas.model_apis.chat import CHAT
 from tinkermq.schemas.model_apis.messages import MESSAGES
@@ -122,7 +123,8 @@ async def served_prompt(chat: ChatTokenizer, api: ModelApi, body: Body) -> list[
     async def tell(part: object) -> None:
         del part
 
-    await answers.chat(query, tell)  # type: ignore[arg-type]
+    assert isinstance(query, ChatRequest)
+    await answers.chat(query, tell)
     (prompt,) = engine.prompts
     return prompt
 
