@@ -15,7 +15,7 @@ from PIL import Image, ImageSequence
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.job import JobSecrets
+from tinkermq.schemas.job import JobList, JobSecrets, ListRequest
 from tinkermq.schemas.machines import machines_config
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -33,7 +33,7 @@ from tests.support.pages import (
     save,
     succeed,
 )
-from tests.support.stack import Stack
+from tests.support.stack import Job, Stack
 
 FIRST_GAME = ROOT / "docs" / "tutorials" / "1-first-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
@@ -201,3 +201,6 @@ async def test_the_code_of_the_training_guide_trains(
         (tmp_path / script).write_text(code)
         said = await asyncio.to_thread(succeed, f"python {script}", tmp_path)
         assert said.endswith(told)
+    records = (await stack.ask("list", ListRequest(all=True), JobList)).records
+    published = max(records, key=lambda record: record.created)
+    await Job(stack, published).until("COMPLETED")  # without the game on any node

@@ -545,6 +545,12 @@ class JobConfig(Section):
         return self.env.num_val > 0
 
     @property
+    def plays_in_pool(self) -> bool:
+        """Whether actors of a training job play its game; external agents bring their own."""
+        external = self.training.tasks == "external" and self.generator.count == 0
+        return self.validates or not external
+
+    @property
     def has_evaluator(self) -> bool:
         """Whether a separate evaluator validates, as it always does without generators."""
         return self.validates and (self.evaluation.slots > 0 or self.generator.count == 0)

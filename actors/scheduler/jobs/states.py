@@ -69,7 +69,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     actors += _generators(config)
     if config.has_evaluator:
         actors.append(_actor("evaluator", "evaluator-0", config.evaluator_slots))
-    return actors + hosts
+    return actors + hosts if config.plays_in_pool else actors
 
 
 def _generators(config: JobConfig) -> list[ActorPlacement]:

@@ -21,6 +21,15 @@ def test_a_job_has_one_learner_its_generators_and_its_hosts() -> None:
     assert names(env={"hosts": 0, "num_val": 0}) == ["learner", "generator-0"]
 
 
+def test_a_job_has_no_hosts_if_only_external_agents_play_its_game() -> None:
+    outside = {"tasks": "external", "num_steps": 2}
+    none, unvalidated = {"count": 0}, {"num_val": 0}
+    assert names(training=outside, generator=none, env=unvalidated) == ["learner"]
+    for more in ({"generator": none}, {"env": unvalidated}):
+        assert "environment-0" in names(training=outside, **more)
+    assert "environment-0" in names(generator=none, env=unvalidated)  # generators may come later
+
+
 def test_an_evaluator_with_slots_is_there_where_it_is_asked_for_or_nobody_else_could_validate() -> (
     None
 ):
