@@ -245,8 +245,10 @@ class Grader:
         """
         if len(answer) > MAX_ANSWER_CHARS or "\0" in answer:
             return "wrong"
-        verdicts = (self._compare(gold, side) for side in sides_of(answer))
-        return next((verdict for verdict in verdicts if verdict != "right"), "right")
+        for side in sides_of(answer):
+            if (verdict := self._compare(gold, side)) != "right":
+                return verdict
+        return "right"
 
     def _compare(self, gold: str, answer: str) -> Verdict:
         compared = to_compare(gold, answer)
