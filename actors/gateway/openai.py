@@ -265,7 +265,7 @@ _HINTS = {
     "background": "answers are not kept: ask for a stream, and read it",
     "functions": "give tools instead",
     "include": "an answer holds what there is: leave it out",
-    "output_config": f"{_NO_EFFORT.removesuffix(': leave it out')}: leave effort out",
+    "output_config.effort": _NO_EFFORT,
     "reasoning": _NO_EFFORT,
     "reasoning_effort": _NO_EFFORT,
     "store": "answers are not kept: give false, and send the whole conversation as input",

@@ -19,17 +19,13 @@ from .canonical import (
     joined,
 )
 from .request import (
+    FieldNames,
     Fields,
     ModelRequest,
     RequestError,
-    ToolChoice,
     custom_input,
-    custom_names,
-    output_format,
-    read_format,
     read_openai_tools,
-    read_sampling,
-    read_tool_choice,
+    read_shared,
 )
 
 DONE = "data: [DONE]\n\n"
@@ -47,84 +43,61 @@ _SAMPLING = (
     "repetition_penalty",
     "min_p",
 )
+_CHAT = FieldNames(_SAMPLING, max_tokens=("max_completion_tokens", "max_tokens"))
+_COMPLETION = FieldNames(_SAMPLING, least_tokens=0)
 
 
 def read_chat(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/chat/completions`; raises RequestError naming the field."""
     fields = Fields(body)
     messages = _read_messages(fields)
-    tools, left_out = read_openai_tools(fields, nested=True)
-    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
-    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
-    schema = read_format(fields.any("response_format"), "response_format")
-    include_usage, options_left_out = _read_stream_options(fields)
     num_top = fields.count("top_logprobs", least=0) or 0
     tells_logprobs = fields.flag("logprobs")
-    limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
-    return ModelRequest(
+    include_usage, left_out = _read_include_usage(fields)
+    if num_top and not tells_logprobs:
+        left_out.append("top_logprobs")
+    return read_shared(
+        fields,
+        _CHAT,
+        read_openai_tools(fields, nested=True),
+        single="parallel_tool_calls" if fields.any("parallel_tool_calls") is False else "",
+        without_effect=left_out,
         messages=messages,
-        tools=() if choice.hides_tools else tools,
-        format=output_format(schema, choice, tools),
-        calls_one=choice.is_single,
         top_logprobs=num_top if tells_logprobs else None,
-        num_choices=fields.count("n") or 1,
-        max_tokens=limit,
-        stop=fields.texts("stop"),
-        stream=fields.flag("stream"),
         include_usage=include_usage,
-        custom_tools=custom_names(fields, nested=True),
-        return_token_ids=fields.flag("return_token_ids"),
-        model=fields.text("model"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(
-            *left_out,
-            *(["top_logprobs"] if num_top and not tells_logprobs else []),
-            *fields.unread(),
-            *options_left_out,
-            *choice.without_effect,
-        ),
     )
 
 
 def read_completion(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/completions`; raises RequestError naming the field."""
     fields = Fields(body)
-    include_usage, options_left_out = _read_stream_options(fields)
-    prompt_logprobs = fields.count("prompt_logprobs", least=0)
-    max_tokens = fields.count("max_tokens", least=0)
-    schema = read_format(fields.any("response_format"), "response_format")
-    if max_tokens == 0 and prompt_logprobs is None:
+    include_usage, left_out = _read_include_usage(fields)
+    request = read_shared(
+        fields,
+        _COMPLETION,
+        prompt_logprobs=(prompt_logprobs := fields.count("prompt_logprobs", least=0)),
+        add_special_tokens=fields.flag("add_special_tokens", default=True),
+        top_logprobs=fields.count("logprobs", least=0),
+        prompts=_read_prompts(fields),
+        include_usage=include_usage,
+        return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
+        without_effect=left_out,
+    )
+    if request.max_tokens == 0 and prompt_logprobs is None:
         raise RequestError("max_tokens may be 0 only with prompt_logprobs", param="max_tokens")
-    if fields.flag("stream") and prompt_logprobs is not None:
+    if request.stream and prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not streamed", param="prompt_logprobs", hint="leave stream out"
         )
-    return ModelRequest(
-        prompts=_read_prompts(fields),
-        prompt_logprobs=prompt_logprobs,
-        add_special_tokens=fields.flag("add_special_tokens", default=True),
-        format=output_format(schema, ToolChoice(), ()),
-        top_logprobs=fields.count("logprobs", least=0),
-        num_choices=fields.count("n") or 1,
-        max_tokens=max_tokens,
-        stop=fields.texts("stop"),
-        stream=fields.flag("stream"),
-        include_usage=include_usage,
-        return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
-        model=fields.text("model"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(*fields.unread(), *options_left_out),
-    )
+    return request
 
 
-def _read_stream_options(fields: Fields) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a stream ends with token counts, and the options without effect."""
-    options = Fields(fields.any("stream_options") or {}, "stream_options")
+def _read_include_usage(fields: Fields) -> tuple[bool, list[str]]:
+    """Return whether a stream ends with token counts; and its name, if it has no effect."""
+    options = fields.inner("stream_options")
     include_usage = options.flag("include_usage")
-    left_out = options.unread()
-    if include_usage and not fields.flag("stream"):
-        left_out += (options.name("include_usage"),)
-    return include_usage, left_out
+    is_lost = include_usage and not fields.flag("stream")
+    return include_usage, [options.name("include_usage")] if is_lost else []
 
 
 def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:

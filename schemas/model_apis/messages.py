@@ -8,20 +8,24 @@ from ..wire.errors import TinkermqError
 from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, text_of
 from .canonical import CanonicalCall, CanonicalMessage, Picture, Piece, TextPiece, joined
 from .request import (
+    FieldNames,
     Fields,
     ModelRequest,
+    ReadTools,
     RequestError,
     function_tool,
-    output_format,
     read_content,
-    read_format,
     read_part,
     read_picture,
-    read_sampling,
-    read_tool_choice,
+    read_shared,
 )
 
-_SAMPLING = ("temperature", "top_p", "top_k")
+_FIELDS = FieldNames(
+    ("temperature", "top_p", "top_k"),
+    formats=("output_config.format", "output_format"),
+    stop="stop_sequences",
+    num_choices="",
+)
 
 
 class ThreadRefused(RequestError):
@@ -53,33 +57,15 @@ def read_messages(body: Any) -> ModelRequest:
         messages += _messages(message)
     if not fields.items("messages"):
         raise RequestError("messages is empty", param="messages")
-    tools, left_out = _tools(fields)
     chosen = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice")
     single = chosen.name("disable_parallel_tool_use")
-    single = single if chosen.flag("disable_parallel_tool_use") else ""
-    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
-    configured = Fields(fields.any("output_config") or {}, "output_config")
-    schema = read_format(configured.any("format"), "output_config.format")
-    if schema is None:
-        schema = read_format(fields.any("output_format"), "output_format")
-    return ModelRequest(
+    return read_shared(
+        fields,
+        _FIELDS,
+        _read_tools(fields),
+        single=single if chosen.flag("disable_parallel_tool_use") else "",
         messages=tuple(messages),
-        tools=() if choice.hides_tools else tools,
-        format=output_format(schema, choice, tools),
-        calls_one=choice.is_single,
-        max_tokens=fields.count("max_tokens"),
-        stop=fields.texts("stop_sequences"),
-        stream=fields.flag("stream"),
         is_prefill=messages[-1].role == "assistant",
-        model=fields.text("model"),
-        return_token_ids=fields.flag("return_token_ids"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(
-            *left_out,
-            *fields.unread(),
-            *(["output_config"] if configured.unread() else []),
-            *choice.without_effect,
-        ),
     )
 
 
@@ -143,7 +129,7 @@ def _assistant(message: Fields) -> CanonicalMessage:
     return CanonicalMessage("assistant", joined(parts), tuple(calls), reasoning)
 
 
-def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+def _read_tools(fields: Fields) -> ReadTools:
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
     for tool in fields.objects("tools"):
@@ -153,7 +139,7 @@ def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
             tools.append(function_tool(tool.text("name"), tool.text("description"), parameters))
         else:
             left_out.append(f"tools: {kind}")
-    return tuple(tools), left_out
+    return ReadTools(tuple(tools), left_out=tuple(left_out))
 
 
 class MessagesAnswer:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -35,6 +35,9 @@ from .canonical import CanonicalCall, CanonicalMessage, Picture, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Created once, since each request is read field by field."""
+
+
+T = TypeVar("T")
 
 
 class RequestError(TinkermqError):
@@ -103,6 +106,7 @@ class Fields:
         self._value = cast("dict[str, Any]", value)
         self._place = place
         self._read: set[str] = set()
+        self._inner: list[Fields] = []
 
     def name(self, key: str) -> str:
         """Return a field's full name, from the body on."""
@@ -112,6 +116,11 @@ class Fields:
         """Return a field's value; None if it is missing."""
         self._read.add(key)
         return self._value.get(key)
+
+    def inner(self, key: str) -> "Fields":
+        """Return the object in a field, whose fields count as this one's; empty if missing."""
+        self._inner.append(Fields(self.any(key) or {}, self.name(key)))
+        return self._inner[-1]
 
     def text(self, key: str, default: str = "") -> str:
         """Return a text; the default if it is null or missing."""
@@ -161,11 +170,12 @@ class Fields:
 
     def unread(self) -> tuple[str, ...]:
         """Return the fields that were not read and whose value is not a default."""
-        return tuple(
+        own = (
             self.name(key)
             for key, value in self._value.items()
             if key not in self._read and not asks_nothing(self.name(key), value)
         )
+        return (*own, *(name for inner in self._inner for name in inner.unread()))
 
     def _wrong(self, key: str, allowed: str) -> RequestError:
         name = self.name(key)
@@ -225,24 +235,38 @@ FREE_TEXT: Mapping[str, Any] = {
 """Parameters of a tool that takes any text."""
 
 
-def read_openai_tools(
-    fields: Fields, *, nested: bool
-) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """Read OpenAI's tools: functions and tools that take any text; also return others' names.
+@dataclass(frozen=True, slots=True)
+class ReadTools:
+    """The tools of a request."""
+
+    shown: tuple[dict[str, Any], ...] = ()
+    """In the form of chat templates."""
+    custom: frozenset[str] = frozenset()
+    """Names of those that take any text."""
+    left_out: tuple[str, ...] = ()
+    """Those of unsupported kinds."""
+
+
+def read_openai_tools(fields: Fields, *, nested: bool) -> ReadTools:
+    """Read OpenAI's tools: functions and tools that take any text.
 
     `nested`: a tool's definition is in a field named after its type.
     """
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
+    custom: set[str] = set()
     for tool in fields.objects("tools"):
         kind = tool.text("type", "function")
         if kind not in ("function", "custom"):
             left_out.append(f"tools: {kind}")
             continue
         function = Fields(tool.any(kind), tool.name(kind)) if nested else tool
+        name = function.text("name")
+        if kind == "custom":
+            custom.add(name)
         parameters = FREE_TEXT if kind == "custom" else function.any("parameters")
-        tools.append(function_tool(function.text("name"), function.text("description"), parameters))
-    return tuple(tools), left_out
+        tools.append(function_tool(name, function.text("description"), parameters))
+    return ReadTools(tuple(tools), frozenset(custom), tuple(left_out))
 
 
 def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
@@ -256,15 +280,72 @@ def custom_input(call: CanonicalCall) -> str:
     return str(value.get("input", "")) if isinstance(value, dict) else ""
 
 
-def custom_names(fields: Fields, *, nested: bool) -> frozenset[str]:
-    """Return the names of tools that take any text; `nested` as in `read_openai_tools`."""
-    tools = [tool for tool in fields.objects("tools") if tool.text("type") == "custom"]
-    if nested:
-        tools = [Fields(tool.any("custom"), tool.name("custom")) for tool in tools]
-    return frozenset(tool.text("name") for tool in tools)
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """The names that an API gives to the fields that all APIs have; empty: it has none."""
+
+    sampling: tuple[str, ...]
+    """Its sampling options."""
+    max_tokens: tuple[str, ...] = ("max_tokens",)
+    """Of several, and of several `formats`, the first that was sent counts."""
+    least_tokens: int = 1
+    formats: tuple[str, ...] = ("response_format",)
+    """Paths of the required form of an answer."""
+    stop: str = "stop"
+    num_choices: str = "n"
 
 
-def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
+def read_shared(
+    fields: Fields,
+    names: FieldNames,
+    sent: ReadTools | None = None,
+    *,
+    single: str = "",
+    without_effect: Iterable[str] = (),
+    **own: Any,
+) -> ModelRequest:
+    """Read the fields that all APIs have; return them with those that an API has of its `own`.
+
+    `sent` are the tools; None: the API has none. `single` is the name of the field that limits an
+    answer to one call, if it was sent. `without_effect` names other fields without effect. Raises
+    RequestError naming a field.
+    """
+    tools, choice = sent or ReadTools(), ToolChoice()
+    if sent is not None:
+        choice = read_tool_choice(fields.any("tool_choice"), tools.shown, single=single)
+    schemas = (read_format(*_at(fields, path)) for path in names.formats)
+    limits = (fields.count(name, names.least_tokens) for name in names.max_tokens)
+    shared: dict[str, Any] = {
+        "tools": () if choice.hides_tools else tools.shown,
+        "custom_tools": tools.custom,
+        "format": output_format(_first(schemas), choice, tools.shown),
+        "calls_one": choice.is_single,
+        "max_tokens": _first(limits),
+        "num_choices": (names.num_choices and fields.count(names.num_choices)) or 1,
+        "stop": fields.texts(names.stop) if names.stop else (),
+        "stream": fields.flag("stream"),
+        "model": fields.text("model"),
+        "sampling": _read_sampling(fields, names.sampling),
+        "return_token_ids": fields.flag("return_token_ids"),
+    }
+    unread = (*tools.left_out, *without_effect, *fields.unread(), *choice.without_effect)
+    return ModelRequest(**{**shared, **own}, without_effect=unread)
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    """Return the first value that is not None; later ones are not read."""
+    return next((value for value in values if value is not None), None)
+
+
+def _at(fields: Fields, path: str) -> tuple[Any, str]:
+    """Return the value at a path (`text.format`), and the path."""
+    *outer, key = path.split(".")
+    for name in outer:
+        fields = fields.inner(name)
+    return fields.any(key), path
+
+
+def _read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Return the sampling options as sent, without numbers that are the default."""
     values = {name: fields.any(name) for name in names}
     return {

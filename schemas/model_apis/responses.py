@@ -17,21 +17,24 @@ from .canonical import (
     joined,
 )
 from .request import (
+    FieldNames,
     Fields,
     ModelRequest,
     RequestError,
     custom_call,
     custom_input,
-    custom_names,
-    output_format,
     read_content,
-    read_format,
     read_openai_tools,
-    read_sampling,
-    read_tool_choice,
+    read_shared,
 )
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+_FIELDS = FieldNames(
+    ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty"),
+    max_tokens=("max_output_tokens",),
+    formats=("text.format",),
+    stop="",
+    num_choices="",
+)
 _ECHOED: Mapping[str, Any] = {
     "background": False,
     "instructions": None,
@@ -74,33 +77,16 @@ def read_response(body: Any) -> ModelRequest:
             _add(messages, item, left_out)
     if not messages:
         raise RequestError("input is empty", param="input")
-    tools, tools_left_out = read_openai_tools(fields, nested=False)
-    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
-    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
-    text = Fields(fields.any("text") or {}, "text")
-    schema = read_format(text.any("format"), "text.format")
-    options = Fields(fields.any("stream_options") or {}, "stream_options")
-    return ModelRequest(
+    fields.inner("stream_options")
+    return read_shared(
+        fields,
+        _FIELDS,
+        read_openai_tools(fields, nested=False),
+        single="parallel_tool_calls" if fields.any("parallel_tool_calls") is False else "",
+        without_effect=left_out,
         messages=tuple(messages),
-        tools=() if choice.hides_tools else tools,
-        format=output_format(schema, choice, tools),
-        calls_one=choice.is_single,
-        max_tokens=fields.count("max_output_tokens"),
-        stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
-        custom_tools=custom_names(fields, nested=False),
         echo=_echo(body),
-        model=fields.text("model"),
-        return_token_ids=fields.flag("return_token_ids"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(
-            *left_out,
-            *tools_left_out,
-            *fields.unread(),
-            *options.unread(),
-            *text.unread(),
-            *choice.without_effect,
-        ),
     )
 
 
