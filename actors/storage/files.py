@@ -71,8 +71,8 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
             return
         expected = dict(_required(folder))
         with ThreadPoolExecutor(_THREADS) as threads:
-            found = list(threads.map(partial(_digest_there, opened), expected))
-    for (name, digest), there in zip(expected.items(), found, strict=True):
+            present = list(threads.map(partial(_digest_there, opened), expected))
+    for (name, digest), there in zip(expected.items(), present, strict=True):
         if there is None:
             raise _damaged(folder, name, "is missing")
         if there[0] != digest:
@@ -88,7 +88,7 @@ def read_table(folder: Path) -> dict[str, str]:
     try:
         first, _, body = read_file(folder, TABLE).decode().partition("\n")
     except UnicodeDecodeError as error:
-        raise _damaged(folder, TABLE, "is no text") from error
+        raise _damaged(folder, TABLE, "is not UTF-8 text") from error
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
     if first != _self_of(body) or None in lines:
         raise _damaged(folder, TABLE, "differs from what was written")

@@ -72,7 +72,7 @@ class Folder:
         """
         real = os.path.realpath(path)
         folder = cls(real)
-        if os.readlink(f"/proc/self/fd/{folder.fileno()}") != real:
+        if str(Path(f"/proc/self/fd/{folder.fileno()}").readlink()) != real:
             folder.close()
             raise NotADirectoryError(errno.ENOTDIR, "a part of it has become a link", real)
         return folder
