@@ -66,6 +66,9 @@ class InstantEngine:
         zeros = np.zeros(_GENERATED, np.int32)
         return Generation(ids, zeros.astype(np.float32) - 1, zeros + 3, "stop")
 
+    def cancel(self, request_id: str) -> None:
+        """End nothing: every answer is complete."""
+
     def release(self, conversation: str) -> None:
         """Keep nothing."""
 
