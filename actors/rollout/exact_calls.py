@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from ...envs.agents.call_selection import digest_of
-from ...schemas.model_apis.canonical import THINK, CanonicalMessage, pictures_of
+from ...schemas.model_apis.canonical import THINK, ModelMessage, pictures_of
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
@@ -35,7 +35,7 @@ class ExactCalls:
 
     def prepare(
         self,
-        messages: Sequence[CanonicalMessage],
+        messages: Sequence[ModelMessage],
         tools: Tools = (),
         *,
         previous: ModelCall | None = None,

@@ -11,12 +11,10 @@ from ..infer import PromptScore
 from . import answers
 from .canonical import (
     CanonicalCall,
-    CanonicalMessage,
-    Picture,
+    ModelMessage,
     Piece,
     ReasoningPiece,
     TextPiece,
-    joined,
 )
 from .request import (
     FieldNames,
@@ -32,7 +30,7 @@ DONE = "data: [DONE]\n\n"
 _OWN_FIELDS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 )
-"""Fields of a message that have their own field in a `CanonicalMessage`."""
+"""Fields of a message that have their own field in a `ModelMessage`."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -100,7 +98,7 @@ def _read_include_usage(fields: Fields) -> tuple[bool, list[str]]:
     return include_usage, [options.name("include_usage")] if is_lost else []
 
 
-def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
+def _read_messages(fields: Fields) -> tuple[ModelMessage, ...]:
     messages = fields.items("messages")
     if not messages:
         raise RequestError("messages is empty", param="messages")
@@ -110,7 +108,7 @@ def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
         raise RequestError(error.message, param=error.place, hint=error.hint) from error
 
 
-def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
+def conversation(messages: Sequence[Any]) -> tuple[ModelMessage, ...]:
     """Read chat messages in any spelling.
 
     Raises UnreadableMessageError, and RequestError for an unknown role.
@@ -120,7 +118,7 @@ def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
     return tuple(canonical_message(message, f"messages[{n}]") for n, message in enumerate(read))
 
 
-def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessage:
+def canonical_message(message: Mapping[str, Any], place: str) -> ModelMessage:
     """Return a message that `read_conversation` read; RequestError for an unknown role."""
     role = message["role"]
     if role not in ("system", "user", "assistant", "tool"):
@@ -129,18 +127,18 @@ def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessag
     parts = [content] if isinstance(content, str) else [_part(part) for part in content]
     name = message.get("tool_call_id") or message.get("name") if role == "tool" else ""
     reasoning = message.get("reasoning_content") if role == "assistant" else None
-    return CanonicalMessage(
-        role,
-        joined(parts),
-        tuple(_call(call) for call in message.get("tool_calls", ())),
-        reasoning if isinstance(reasoning, str) else None,
-        name if isinstance(name, str) else "",
-        {field: value for field, value in message.items() if field not in _OWN_FIELDS},
+    return ModelMessage(
+        role=role,
+        content=tuple(parts),
+        calls=tuple(_call(call) for call in message.get("tool_calls", ())),
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+        call_id=name if isinstance(name, str) else "",
+        extra={field: value for field, value in message.items() if field not in _OWN_FIELDS},
     )
 
 
-def _part(part: Mapping[str, Any]) -> str | Picture:
-    return part["text"] if part["type"] == "text" else Picture(part["image"])
+def _part(part: Mapping[str, Any]) -> str | bytes:
+    return part["text"] if part["type"] == "text" else part["image"]
 
 
 def _call(call: Mapping[str, Any]) -> CanonicalCall:

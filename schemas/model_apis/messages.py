@@ -6,7 +6,7 @@ from typing import Any
 
 from ..wire.errors import TinkermqError
 from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, text_of
-from .canonical import CanonicalCall, CanonicalMessage, Picture, Piece, TextPiece, joined
+from .canonical import CanonicalCall, ModelMessage, Piece, TextPiece, joined
 from .request import (
     FieldNames,
     Fields,
@@ -50,9 +50,9 @@ def read_messages(body: Any) -> ModelRequest:
     fields = Fields(body)
     if fields.any("thread") is not None:
         raise ThreadRefused
-    messages: list[CanonicalMessage] = []
+    messages: list[ModelMessage] = []
     if fields.any("system"):
-        messages.append(CanonicalMessage("system", read_content(fields, "system")))
+        messages.append(ModelMessage(role="system", content=read_content(fields, "system")))
     for message in fields.objects("messages"):
         messages += _messages(message)
     if not fields.items("messages"):
@@ -69,7 +69,7 @@ def read_messages(body: Any) -> ModelRequest:
     )
 
 
-def _messages(message: Fields) -> Iterator[CanonicalMessage]:
+def _messages(message: Fields) -> Iterator[ModelMessage]:
     """Yield a message's content as messages; each tool result becomes one of its own."""
     role = message.text("role")
     if role == "assistant":
@@ -78,31 +78,31 @@ def _messages(message: Fields) -> Iterator[CanonicalMessage]:
     if role not in ("user", "system"):
         raise RequestError(f"{message.name('role')} is {role!r}", param=message.name("role"))
     if isinstance(message.any("content"), str | None):
-        yield CanonicalMessage(role, read_content(message))
+        yield ModelMessage(role=role, content=read_content(message))
         return
-    parts: list[str | Picture] = []
+    parts: list[str | bytes] = []
     has_results = False
     for block in message.objects("content"):
         if block.text("type") != "tool_result":
             parts.append(_part(block))
             continue
         if content := joined(parts):
-            yield CanonicalMessage(role, content)
+            yield ModelMessage(role=role, content=content)
             parts = []
         has_results = True
-        yield CanonicalMessage("tool", _result(block), call_id=block.text("tool_use_id"))
+        yield ModelMessage(role="tool", content=_result(block), call_id=block.text("tool_use_id"))
     content = joined(parts)
     if content or not has_results:
-        yield CanonicalMessage(role, content)
+        yield ModelMessage(role=role, content=content)
 
 
-def _result(block: Fields) -> tuple[str | Picture, ...]:
+def _result(block: Fields) -> tuple[str | bytes, ...]:
     if isinstance(block.any("content"), str | None):
         return read_content(block)
     return joined(_part(part) for part in block.objects("content"))
 
 
-def _part(block: Fields) -> str | Picture:
+def _part(block: Fields) -> str | bytes:
     if block.text("type") != "image":
         return read_part(block)
     source = Fields(block.any("source"), block.name("source"))
@@ -110,10 +110,10 @@ def _part(block: Fields) -> str | Picture:
     return read_picture({"type": "image_url", "image_url": {"url": url}}, block)
 
 
-def _assistant(message: Fields) -> CanonicalMessage:
+def _assistant(message: Fields) -> ModelMessage:
     if isinstance(message.any("content"), str | None):
-        return CanonicalMessage("assistant", read_content(message))
-    parts: list[str | Picture] = []
+        return ModelMessage(role="assistant", content=read_content(message))
+    parts: list[str | bytes] = []
     calls: list[CanonicalCall] = []
     thoughts: list[str] = []
     for block in message.objects("content"):
@@ -126,7 +126,9 @@ def _assistant(message: Fields) -> CanonicalMessage:
         elif kind != "redacted_thinking":
             parts.append(_part(block))
     reasoning = "".join(thoughts) if thoughts else None
-    return CanonicalMessage("assistant", joined(parts), tuple(calls), reasoning)
+    return ModelMessage(
+        role="assistant", content=joined(parts), calls=tuple(calls), reasoning=reasoning
+    )
 
 
 def _read_tools(fields: Fields) -> ReadTools:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from ..agent import MAX_CALL_CHOICES, CallRequest
-from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding, ModelMessage
+from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding
 from ..infer import ChatRequest, CompletionRequest
 from ..output_format import (
     ANY_OBJECT,
@@ -31,7 +31,7 @@ from ..output_format import (
 )
 from ..wire.errors import DataError, TinkermqError
 from ..wire.images import encoded_image
-from .canonical import CanonicalCall, CanonicalMessage, Picture, joined
+from .canonical import CanonicalCall, ModelMessage, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Created once, since each request is read field by field."""
@@ -56,7 +56,7 @@ class RequestError(TinkermqError):
 class ModelRequest:
     """One request of any API."""
 
-    messages: tuple[CanonicalMessage, ...] = ()
+    messages: tuple[ModelMessage, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     """In the form of chat templates."""
     prompts: tuple[str | list[int], ...] = ()
@@ -186,7 +186,7 @@ class Fields:
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 
 
-def read_content(fields: Fields, key: str = "content") -> tuple[str | Picture, ...]:
+def read_content(fields: Fields, key: str = "content") -> tuple[str | bytes, ...]:
     """Read texts and images: a text, null, or a list of parts."""
     value = fields.any(key)
     if isinstance(value, _TEXT):
@@ -194,7 +194,7 @@ def read_content(fields: Fields, key: str = "content") -> tuple[str | Picture, .
     return joined(read_part(part) for part in fields.objects(key))
 
 
-def read_part(part: Fields) -> str | Picture:
+def read_part(part: Fields) -> str | bytes:
     """Read a part of a message: a text or an image."""
     kind = part.text("type", "text")
     if kind in TEXT_PARTS:
@@ -207,10 +207,10 @@ def read_part(part: Fields) -> str | Picture:
     )
 
 
-def read_picture(image: Mapping[str, Any], part: Fields) -> Picture:
+def read_picture(image: Mapping[str, Any], part: Fields) -> bytes:
     """Return the image of a part; RequestError for one that is not part of the request."""
     try:
-        return Picture(encoded_image(image))
+        return encoded_image(image)
     except DataError as error:
         raise RequestError(error.message, param=part.name("type"), hint=error.hint) from error
 
@@ -604,45 +604,6 @@ _NAMES = {
 """Names of message fields in the APIs, if they differ."""
 
 
-def packed(message: CanonicalMessage) -> ModelMessage:
-    """Return a message as a `ModelMessage`, which is sent."""
-    return ModelMessage(**_fields(message))
-
-
-def _fields(message: CanonicalMessage) -> dict[str, Any]:
-    return {
-        "role": message.role,
-        "content": [part if isinstance(part, str) else part.encoded for part in message.content],
-        "calls": [(call.name, call.arguments, call.id) for call in message.calls],
-        "reasoning": message.reasoning,
-        "call_id": message.call_id,
-        "extra": dict(message.extra),
-    }
-
-
-def unpacked(message: ModelMessage) -> CanonicalMessage:
-    """Return the message of a received `ModelMessage`."""
-    content: tuple[str | Picture, ...]
-    match message.content:
-        case [str(text)] if text:  # the common case, since each call has the whole history
-            content = (text,)
-        case parts:
-            content = joined(part if isinstance(part, str) else Picture(part) for part in parts)
-    return CanonicalMessage(
-        role=message.role,
-        content=content,
-        calls=tuple(CanonicalCall(*call) for call in message.calls),
-        reasoning=message.reasoning,
-        call_id=message.call_id,
-        extra=message.extra,
-    )
-
-
-def history_of(request: CallRequest | ChatRequest) -> list[CanonicalMessage]:
-    """Return the messages of a request."""
-    return [unpacked(message) for message in request.messages]
-
-
 def call_request(
     model_request: ModelRequest,
     request: str,
@@ -712,7 +673,7 @@ def _shared_fields(
 
 def _conversation_fields(model_request: ModelRequest) -> dict[str, Any]:
     return {
-        "messages": [_fields(message) for message in model_request.messages],
+        "messages": list(model_request.messages),
         "tools": [dict(tool) for tool in model_request.tools],
     }
 
