@@ -292,7 +292,8 @@ class _Check:
         allowed = _listed(fields.get("type")) or [fields.get("type")]
         if not any(_is_of(value, name) for name in allowed):
             types = " or ".join(map(str, allowed))
-            yield f"{place}{shown(value)} is of type {_type_of(value)}, it must be {types}"
+            actual = next(name for name in _TYPES if _is_of(value, name))
+            yield f"{place}{shown(value)} is of type {actual}, it must be {types}"
         elif isinstance(value, dict):
             yield from self._in_map(cast("dict[str, Any]", value), place, fields, depth)
         elif isinstance(value, list):
@@ -346,10 +347,6 @@ class _Check:
 
 def _listed(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _type_of(value: Any) -> str:
-    return next(name for name in _TYPES if _is_of(value, name))
 
 
 def _is_of(value: Any, name: Any) -> bool:

@@ -335,7 +335,10 @@ class StreamReader:
             if ahead is not None:
                 ahead.cancel()
                 await asyncio.wait({ahead})
-            await self._close()
+            listening, self._listening = self._listening, []
+            for subscription in listening:
+                await subscription.stop()
+            await self._inbox.close()
 
     async def catch_up(self) -> None:
         """Wait until the iterating task has received all messages stored by now."""
@@ -365,9 +368,3 @@ class StreamReader:
 
     def _note_message(self, _: Msg) -> None:
         self._sign.set()
-
-    async def _close(self) -> None:
-        listening, self._listening = self._listening, []
-        for subscription in listening:
-            await subscription.stop()
-        await self._inbox.close()

@@ -344,7 +344,9 @@ def profile(
         return 0
     record, traces = with_pool(common.nats_url, read)
     if otlp is not None:
-        _send(record, traces, otlp)
+        spans = [span for trace in traces for span in spans_of(trace)]
+        send_spans(spans, otlp, {"tinkermq.run": record.name, "tinkermq.job": record.job})
+        print_note(f"sent {len(spans)} spans to {otlp}")
     measured = profile_of(traces)
     name = "" if record.state in FINAL_STATES else record.name
     advice = advise(measured, name, bound_key(record.config)) if traces else []
@@ -388,13 +390,6 @@ def _print_memory(replies: Mapping[str, "ControlReply"], *, as_json: bool) -> No
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f}"
-
-
-def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:
-
-    spans = [span for trace in traces for span in spans_of(trace)]
-    send_spans(spans, url, {"tinkermq.run": record.name, "tinkermq.job": record.job})
-    print_note(f"sent {len(spans)} spans to {url}")
 
 
 def _document(record: JobRecord, profile: Profile, advice: list[Advice]) -> dict[str, Any]:

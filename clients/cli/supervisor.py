@@ -347,7 +347,8 @@ class Supervisor:
         if child.name != "gateway":
             return child.pid in live_pids
         assert self.gateway is not None
-        with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
+        host, _, port = self.gateway.rpartition("//")[2].rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
             return child.exit_code is None
         return False
 
@@ -469,11 +470,6 @@ class Supervisor:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def _place(url: str) -> tuple[str, int]:
-    host, _, port = url.rpartition("//")[2].rpartition(":")
-    return host, int(port)
 
 
 async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:

@@ -172,7 +172,10 @@ class _Builder:
             )
         tag = self._tag(event)
         if isinstance(event, yaml.ScalarEvent):
-            return self._read_scalar(event, tag, expected)
+            text, is_plain = str(event.value), not event.style
+            if tag in ("int", "float", "bool", "null"):
+                return core_value(text)
+            return _scalar(text, _kinds(expected)) if is_plain and not tag else text
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ConfigError(f"{self._what} nests deeper than {MAX_DEPTH} levels")
@@ -192,12 +195,6 @@ class _Builder:
                 hint="leave it out: values are texts, numbers, booleans, lists and maps",
             )
         return name
-
-    def _read_scalar(self, event: Any, tag: str, expected: Any) -> Any:
-        text, is_plain = str(event.value), not event.style
-        if tag in ("int", "float", "bool", "null"):
-            return core_value(text)
-        return _scalar(text, _kinds(expected)) if is_plain and not tag else text
 
     def _list(self, expected: Any) -> list[Any]:
         values: list[Any] = []
