@@ -284,12 +284,6 @@ class StreamReader:
         """The number of reads, and the number of the last read that reached the end."""
         self._was_whole = asyncio.Event()
 
-    @property
-    def next_seq(self) -> int:
-        """The sequence behind the last one read; the reader must be started."""
-        assert self._next_seq is not None, "the reader was not started"
-        return self._next_seq
-
     async def start(self) -> None:
         """Fix the position now, so that later messages are not missed.
 
