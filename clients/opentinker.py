@@ -260,12 +260,16 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     leaves: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"
-        inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
+        inner = _section(value)
         if inner and name not in _OURS:
             leaves += flatten(inner, f"{name}.")
         elif value is not None or name in _OURS:
             leaves.append((name, value))
     return leaves
+
+
+def _section(value: Any) -> Mapping[str, Any] | None:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
 
 
 _OURS = frozenset(all_keys())

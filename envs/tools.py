@@ -305,7 +305,7 @@ class _Check:
         """Yield the problems with the references, combinations and choices of a schema."""
         others = _listed(fields.get("allOf"))
         if "$ref" in fields:
-            others = [*others, self._referred(fields["$ref"])]
+            others = [*others, _referred(self._root, str(fields["$ref"]))]
         for schema in others:
             yield from self.problems(value, place, schema, depth + 1)
         for key in ("anyOf", "oneOf"):
@@ -337,12 +337,13 @@ class _Check:
             inner = f"{place.removesuffix(': ')}.{name}: "
             yield from self.problems(item, inner, properties.get(name, others), depth + 1)
 
-    def _referred(self, reference: Any) -> Any:
-        """Return the schema of a local reference; None for another."""
-        schema: Any = self._root
-        for part in str(reference).removeprefix("#/").split("/"):
-            schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
-        return schema
+
+def _referred(root: Any, reference: str) -> Any:
+    """Return the schema of a local reference; None for another."""
+    schema = root
+    for part in filter(None, reference.removeprefix("#").split("/")):
+        schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def _listed(value: Any) -> list[Any]:
@@ -463,10 +464,7 @@ def example_of(schema: Any, root: Any = None, depth: int = _EXAMPLE_DEPTH) -> An
     root = fields if root is None else root
     reference = fields.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        target: Any = root
-        for part in filter(None, reference[1:].split("/")):
-            target = cast("Schema", target).get(part) if isinstance(target, Mapping) else None
-        return example_of(target, root, depth - 1)
+        return example_of(_referred(root, reference), root, depth - 1)
     for key in ("const", "default"):
         if fields.get(key) is not None:
             return fields[key]

@@ -216,7 +216,7 @@ def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
             "text": text,
             "made": bool(made),
             "logprob": logprob if made else None,
-            "level": int(np.searchsorted(-np.array(LEVELS), -logprob)) if made else None,
+            "level": _level(logprob) if made else None,
             "version": version if made else None,
             "reward": ends.get(place),
         }
@@ -229,6 +229,10 @@ def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
         "left_out": len(trajectory.token_ids) - len(ids),
         "decoded": texts.known,
     }
+
+
+def _level(logprob: float) -> int:
+    return int(np.searchsorted(-np.array(LEVELS), -logprob))
 
 
 def show_message(message: Mapping[str, Any]) -> dict[str, Any]:
