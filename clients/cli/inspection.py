@@ -44,6 +44,7 @@ from .output import (
     print_json_line,
     print_note,
     print_plain,
+    print_result,
     print_table,
     print_text,
 )
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
     from ...schemas.control import ControlReply
-
-
-_START_POLL_S = 1.0
 
 
 def logs(
@@ -340,8 +338,8 @@ def profile(
         _print_memory(with_pool(common.nats_url, ask_for_memory), as_json=common.json)
         return 0
     if torch_profiler:
-        _print_files(with_pool(common.nats_url, trace), as_json=common.json)
-        return 0
+        files = with_pool(common.nats_url, trace)
+        return print_result({"files": files}, "\n".join(files), as_json=common.json)
     record, traces = with_pool(common.nats_url, read)
     if otlp is not None:
         spans = [span for trace in traces for span in spans_of(trace)]
@@ -357,14 +355,6 @@ def profile(
     else:
         _print_profile(measured, advice)
     return 0
-
-
-def _print_files(files: list[str], *, as_json: bool) -> None:
-    if as_json:
-        print_json({"files": files})
-        return
-    for file in files:
-        print_plain(file)
 
 
 _PROCESS = (("resident", "in memory"), ("peak", "peak"), ("shared_memory", "of it shared"))
