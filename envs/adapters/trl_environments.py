@@ -409,6 +409,11 @@ def game_of(target: str) -> type[TrlGame]:
     return type(f"trl:{target}", (TrlGame,), fields)
 
 
+def modules_of(target: str) -> list[str]:
+    """Return the modules that `game_of` imports."""
+    return [place.partition(":")[0] for _, place in _parts(target)]
+
+
 def _parts(target: str) -> list[tuple[str, str]]:
     """Return the names and paths of environments; a single one has no name."""
     parts = [part.strip() for part in target.split(",")]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -258,11 +258,7 @@ def _takes_text(kinds: Sequence[Any]) -> bool:
 
 
 def _is_container(kind: Any) -> bool:
-    return kind is Any or get_origin(kind) in (list, tuple, dict) or _is_model(kind)
-
-
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return kind is Any or get_origin(kind) in (list, tuple, dict) or _is_section(kind)
 
 
 def _type_of_item(expected: Any, number: int) -> Any:
@@ -277,8 +273,8 @@ def _type_of_item(expected: Any, number: int) -> Any:
 
 def _type_of_key(expected: Any, key: str) -> Any:
     for kind in _kinds(expected):
-        if _is_model(kind):
-            field = cast("type[BaseModel]", kind).model_fields.get(key)
+        if _is_section(kind):
+            field = kind.model_fields.get(key)
             return Any if field is None else field.annotation
         if get_origin(kind) is dict:
             return get_args(kind)[1]
@@ -349,8 +345,7 @@ def _drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None
         if values[key] is None:
             del values[key]
         elif isinstance(values[key], dict):
-            inner = cast("type[BaseModel]", field.annotation)
-            _drop_empty_sections(cast("dict[str, Any]", values[key]), inner)
+            _drop_empty_sections(cast("dict[str, Any]", values[key]), field.annotation)
 
 
 def apply_override(
@@ -412,7 +407,7 @@ def _may_be_mended(problem: ErrorDetails) -> bool:
     return problem["type"] == "value_error" and _is_section(model)
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
@@ -452,7 +447,7 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
                 f"unknown configuration key {prefix}{shown}", hint=_closest(shown, prefix)
             )
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if _is_section(inner):
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{key} is a section, got {reprlib.repr(value)}")
             _refuse_unknown(cast("dict[str, Any]", value), inner, f"{prefix}{key}.")
@@ -471,7 +466,7 @@ def all_keys(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, field in model.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if _is_section(inner):
             keys += all_keys(inner, f"{prefix}{name}.")
         else:
             keys.append(f"{prefix}{name}")
