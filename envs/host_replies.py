@@ -91,7 +91,7 @@ class StepAnswer:
         none = StepResult("", 0.0, done=False)
         results = [result or none for result in self._results]
         texts = [result.tool_results for result in results]
-        roles = [result.role for result in results]
+        roles: list[Literal["user", "tool"]] = [result.role for result in results]
         return StepReply(
             observations=[
                 None if result is None else "" if result.tool_results else result.observation

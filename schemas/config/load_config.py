@@ -402,7 +402,7 @@ def _may_be_mended(problem: ErrorDetails) -> bool:
         return True
     model: Any = JobConfig
     for part in problem["loc"]:
-        field = model.model_fields.get(part) if _is_section(model) else None
+        field = model.model_fields.get(str(part)) if _is_section(model) else None
         model = field.annotation if field is not None else None
     return problem["type"] == "value_error" and _is_section(model)
 
