@@ -8,7 +8,7 @@ exceeds a message is an error of its episode, except that `info` is cut and mark
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import structlog
 
