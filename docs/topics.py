@@ -210,9 +210,11 @@ def _stored(subject: str, message: type[Message], route: str) -> Topic:
     return Topic(_shown(subject), "stream", message, None, route)
 
 
-def _scheduler(method: str, message: type[Message], reply: type[Message]) -> Topic:
+def _scheduler(
+    method: str, message: type[Message], reply: type[Message], who: str = "client"
+) -> Topic:
     subject = subjects.rpc("<u>", "scheduler", method)
-    return Topic(subject, "request", message, reply, "client → scheduler")
+    return Topic(subject, "request", message, reply, f"{who} → scheduler")
 
 
 def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
@@ -235,9 +237,9 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("list", ListRequest, JobList),
     _scheduler("quota", Empty, QuotaReply),
     _scheduler("trainers", Empty, TrainerOffers),
-    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo),
-    _scheduler("tinker-usage", TrainerUsage, TenantShares),
-    _scheduler("weights-room", WeightsRoom, WeightsBound),
+    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo, "gateway"),
+    _scheduler("tinker-usage", TrainerUsage, TenantShares, "trainer, sampler"),
+    _scheduler("weights-room", WeightsRoom, WeightsBound, "learner"),
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", ResumeRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),
