@@ -73,7 +73,7 @@ class EnvConfigDict(TypedDict, total=False):
     workers: int
     """Games that step concurrently in one host."""
     isolation: Literal['thread', 'process'] | None
-    """Where games run; default: as the game's class says, else threads. A hung game in a process is killed; in a thread it can only be abandoned."""
+    """Where games run; default: as the game's class says, else in threads. A hung game can be killed in a process, not in a thread."""
     worker_memory_mb: int | None
     """Memory per worker process beyond loading its games; an episode that exceeds it fails. Default: no bound."""
     reset_timeout_s: float
@@ -116,7 +116,7 @@ class AgentConfigDict(TypedDict, total=False):
     setup: list[str]
     """Command run there before the program, in the same sandbox."""
     reward: list[str]
-    """Command run after all processes of the program have ended. Its last line of output is a number, or an object with `reward` and optionally `success` and `info`. Rewards that the program posts do not count then."""
+    """Command run after all processes of the program have ended. Its last line of output is a number, or an object with `reward` and optionally `success` and `info`; posted rewards then do not count."""
     reward_files: str | None
     """Folder visible to the reward command only, as `{grader}`; it runs in a copy of the program's folder."""
     per_host: int
@@ -140,7 +140,7 @@ class AgentConfigDict(TypedDict, total=False):
     failed_reward: float
     """Reward of an episode that failed, timed out, was stuck or crashed, and has no other."""
     image: str | None
-    """Container image that podman or docker has on the hosts' machines: programs see its files, read-only, instead of the machine's, and `{python}` is its `python3`. Its variables are set; its user, folder and entry point are ignored."""
+    """Container image that podman or docker has on the hosts' machines: programs see its files, read-only, instead of the machine's, and `{python}` is its `python3`. Its user, folder and entry point are ignored."""
     network: Literal['model', 'open']
     """What a program reaches: only the model, or all that the machine does."""
     memory_mb: int
@@ -154,9 +154,9 @@ class AgentConfigDict(TypedDict, total=False):
     read: list[str]
     """Further folders that the program may read, such as a virtual environment."""
     mcp: list[McpServerDict]
-    """MCP servers for the program: written as `mcpServers` to the JSON file that `{mcp}` and the variable TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url` needs `network: open`."""
+    """[MCP servers](mcp.md#agent-programs) for the program, written to the JSON file that `{mcp}` and TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url` needs `network: open`."""
     sampling: Literal['job', 'request']
-    """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if sent; tokens drawn at other settings than the learner computes with are off-policy."""
+    """job: sample as `rollout` says; request: with the program's temperature, top_p and top_k. Tokens drawn at other settings than the learner computes with are off-policy."""
     train: str
     """Which calls are trained: `all`, `main`, `/PATTERN/`, `not /PATTERN/` or `alive` ([what is trained](train-an-agent.md#what-is-trained))."""
     reasoning: Literal['keep', 'template']
@@ -196,9 +196,9 @@ class GeneratorConfigDict(TypedDict, total=False):
     kv_cache_mb: int | None
     """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
     memory_share: float | None
-    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of a GPU of its own, and what fits beside the learner of one that they share."""
+    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of its own GPU, on a shared one what fits beside the learner."""
     sleep: Literal['auto', 'always', 'never']
-    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit at once."""
+    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit."""
     kv_cache_dtype: Literal['auto', 'fp8']
     """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute capability 8.9."""
     quantization: Literal['fp8'] | None
@@ -313,7 +313,7 @@ class AlgorithmConfigDict(TypedDict, total=False):
     """Weigh the KL loss by π/π_b of each token, which makes it unbiased off-policy (DeepSeek-V3.2)."""
     reference: ReferenceConfigDict
     own_advantage: str | None
-    """Your own advantage function, with the inputs of the named one: `module:function`, or a name registered by a package, available where the learner runs ([own algorithms](own-algorithms.md))."""
+    """Your own advantage function, `module:function` or a registered name, with the inputs of `advantage` ([own algorithms](own-algorithms.md))."""
     own_loss: str | None
     """Your own policy loss, instead of `loss`."""
     own_correction: str | None
@@ -453,7 +453,7 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are trained; columns `tools` and `images` are optional. Empty: not an SFT job."""
+    """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column `messages`, and optionally `tools` and `images`. Empty: not an SFT job."""
 
 class TinkerConfigDict(TypedDict, total=False):
     base: str
@@ -515,13 +515,13 @@ class TrainingConfigDict(TypedDict, total=False):
     keep_rollouts: bool
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups remain at its end."""
     kept_rollout_bytes: int
-    """Bytes of rollouts kept in the run folder for people, beyond the log: the newest for half of the bytes, and samples of each checkpoint's steps, thinner in long runs; 0: none."""
+    """Bytes of rollouts kept in the run folder for people, beyond the log: half for the newest, half for samples of each checkpoint's steps; 0: none."""
     plateau_steps: int
     """Send a notification when validation, or else the reward, has not improved for N steps; 0: never."""
 
 class EvaluationConfigDict(TypedDict, total=False):
     slots: int
-    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between their own; a job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
+    """Slots of a separate evaluator; 0: the generators validate. A job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
     deadline_s: float
     """Longest time for which a generator stays at a version to validate it. Episodes that have not ended by then count as failed."""
     samples: int
@@ -551,7 +551,7 @@ class SelfPlayConfigDict(TypedDict, total=False):
 
 class WeightsConfigDict(TypedDict, total=False):
     transport: Literal['auto', 'object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: [from memory to memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a GPU, else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int
@@ -567,7 +567,7 @@ class WeightsConfigDict(TypedDict, total=False):
 
 class StorageConfigDict(TypedDict, total=False):
     url: str | None
-    """Keep checkpoints below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`), so that a learner on another machine can continue. Needs the extra `storage`, and credentials in the machines' environment. `broker:` needs neither: the broker keeps them, up to `limits.checkpoint_bytes`."""
+    """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or `broker:` for the broker), so that a learner on another machine can continue ([without a shared disk](no-shared-disk.md))."""
 
 class LimitsConfigDict(TypedDict, total=False):
     task_bytes: int

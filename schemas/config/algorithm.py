@@ -307,9 +307,8 @@ class AlgorithmConfig(Section):
     (DeepSeek-V3.2)."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """Your own advantage function, with the inputs of the named one: `module:function`, or a name
-    registered by a package, available where the learner runs ([own
-    algorithms](own-algorithms.md))."""
+    """Your own advantage function, `module:function` or a registered name, with the inputs of
+    `advantage` ([own algorithms](own-algorithms.md))."""
     own_loss: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """Your own policy loss, instead of `loss`."""
     own_correction: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)

@@ -88,8 +88,8 @@ class EnvConfig(Section):
     workers: int = Field(default=4, ge=1, le=1024)
     """Games that step concurrently in one host."""
     isolation: Literal["thread", "process"] | None = None
-    """Where games run; default: as the game's class says, else threads. A hung game in a process is
-    killed; in a thread it can only be abandoned."""
+    """Where games run; default: as the game's class says, else in threads. A hung game can be
+    killed in a process, not in a thread."""
     worker_memory_mb: int | None = Field(
         default=None, ge=1, json_schema_extra=when("isolation", "process")
     )
@@ -129,10 +129,10 @@ class GeneratorConfig(Section):
     """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of
-    a GPU of its own, and what fits beside the learner of one that they share."""
+    its own GPU, on a shared one what fits beside the learner."""
     sleep: Literal["auto", "always", "never"] = "auto"
     """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do
-    not fit at once."""
+    not fit."""
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto", json_schema_extra=when("engine", "vllm")
     )
@@ -240,8 +240,8 @@ class TrainingConfig(Section):
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups
     remain at its end."""
     kept_rollout_bytes: int = Field(default=32 << 20, ge=0, le=1 << 40)
-    """Bytes of rollouts kept in the run folder for people, beyond the log: the newest for half of
-    the bytes, and samples of each checkpoint's steps, thinner in long runs; 0: none."""
+    """Bytes of rollouts kept in the run folder for people, beyond the log: half for the newest,
+    half for samples of each checkpoint's steps; 0: none."""
     plateau_steps: int = Field(default=0, ge=0)
     """Send a notification when validation, or else the reward, has not improved for N steps; 0:
     never."""
@@ -256,9 +256,8 @@ class EvaluationConfig(Section):
     """How versions are validated."""
 
     slots: int = Field(default=0, ge=0, le=64)
-    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between
-    their own; a job without generators, or of kind `eval`, has an evaluator with
-    `generator.slots`."""
+    """Slots of a separate evaluator; 0: the generators validate. A job without generators, or of
+    kind `eval`, has an evaluator with `generator.slots`."""
     deadline_s: float = Field(default=1800.0, gt=0, le=86_400)
     """Longest time for which a generator stays at a version to validate it. Episodes that have not
     ended by then count as failed."""
@@ -282,9 +281,9 @@ class WeightsConfig(Section):
     """How new weights reach the generators."""
 
     transport: Literal["auto", "object", "file", "nccl"] = "auto"
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by
-    torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl
-    where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: [from memory to
+    memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a
+    GPU, else object."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
@@ -385,9 +384,8 @@ class SftConfig(Section):
     """The conversations that an SFT job trains on."""
 
     data: list[str] = Field(default_factory=list[str])
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the
-    assistant's messages are trained; columns `tools` and `images` are optional. Empty: not an SFT
-    job."""
+    """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column
+    `messages`, and optionally `tools` and `images`. Empty: not an SFT job."""
 
 
 def _settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:

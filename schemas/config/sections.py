@@ -523,7 +523,6 @@ class StorageConfig(Section):
     """A store for pools whose machines share no disk."""
 
     url: str | None = Field(default=None, pattern=URL_PATTERN)
-    """Keep checkpoints below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`), so
-    that a learner on another machine can continue. Needs the extra `storage`, and credentials in
-    the machines' environment. `broker:` needs neither: the broker keeps them, up to
-    `limits.checkpoint_bytes`."""
+    """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or
+    `broker:` for the broker), so that a learner on another machine can continue ([without a shared
+    disk](no-shared-disk.md))."""
