@@ -177,9 +177,8 @@ class AgentConfig(Section):
     """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if
     sent; tokens drawn at other settings than the learner computes with are off-policy."""
     train: str = Field(default="all", max_length=4096)
-    """Which calls are trained: `all` delivered ones; those of the `main` conversation; `/PATTERN/`:
-    of conversations whose system message (else first message) matches the regular expression; `not
-    /PATTERN/`; or `alive`: those that can have influenced the outcome."""
+    """Which calls are trained: `all`, `main`, `/PATTERN/`, `not /PATTERN/` or `alive` ([what is
+    trained](train-an-agent.md#what-is-trained))."""
     reasoning: Literal["keep", "template"] = "keep"
     """Earlier reasoning at the next user message: keep: its tokens stay; template: the history is
     rendered by the chat template, as a branch."""

@@ -324,9 +324,8 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """On-policy distillation: the model that scores the policy's tokens, or one per `data_source`,
-    `""` for all others. A folder, store URL, hub name, `RUN@STEP`, `job:NAME` (a serving job),
-    `https://HOST/v1?model=NAME` (an API) or `self` (the policy with `teacher_context`). It needs
-    the policy's tokenizer ([distillation](distillation.md))."""
+    `""` for all others: a folder, URL, hub name, `RUN@STEP`, `job:NAME`,
+    `https://HOST/v1?model=NAME` or `self` ([distillation](distillation.md))."""
     teacher_loss: Literal["reverse_kl", "forward_kl"] = Field(
         default="reverse_kl", json_schema_extra=when("teacher")
     )

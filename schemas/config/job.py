@@ -49,11 +49,9 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = "auto"
-    """Attention kernel of the learner. varlen: torch's for packed rows without masks
-    (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs);
-    flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype;
-    auto: on a GPU in bfloat16 varlen where it can compute the model, else flash_attention_2 where
-    that is installed and can, else sdpa."""
+    """Attention kernel of the learner ([kernels](training.md#kernels-and-memory)). varlen: torch's
+    for packed rows; flash_attention_2: that of the extra `flash-attn`; sdpa: with a mask, in any
+    dtype; auto: on a GPU the first of these that can compute the model, on CPUs sdpa."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -102,10 +100,9 @@ class EnvConfig(Section):
     step_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A step that takes longer fails its episode, or ends it as `on_step_timeout` says."""
     on_step_timeout: Literal["retry", "penalty", "mask"] = "retry"
-    """When a step times out: retry: the episode fails and is played again; penalty: it ends, its
-    last turn earns `step_timeout_reward` and it is trained; mask: it ends, is logged, and is
-    neither trained nor compared with. penalty and mask run games in processes, unless `isolation`
-    is thread or the game is async."""
+    """When a step times out: retry: the episode fails and is played again; penalty: it ends with
+    `step_timeout_reward`; mask: it ends, and is neither trained nor compared with. penalty and mask
+    run games in processes, unless `isolation` is thread or the game is async."""
     step_timeout_reward: float = Field(
         default=-1.0,
         allow_inf_nan=False,
@@ -198,9 +195,7 @@ class TrainingConfig(Section):
     staleness_limit: int = Field(default=8, ge=1, json_schema_extra=when("max_staleness", "auto"))
     """Largest bound that auto may choose."""
     staleness_policy: Literal["drop", "wait", "train", "mask"] = "drop"
-    """Groups over the bound: drop and reissue; wait, to avoid them; train; or mask: tokens over the
-    bound become context, and the episodes still count in baselines, for episodes longer than many
-    steps."""
+    """Groups over the bound ([what each does](training.md#staleness))."""
     curriculum: Literal["none", "success_rate"] = "none"
     """Task order: none: shuffled, each once per epoch; success_rate: prefer tasks solved about half
     of the time."""
@@ -232,9 +227,9 @@ class TrainingConfig(Section):
     """Checkpoint also when the last is this old, which bounds the work that a dying learner loses.
     Less often if writing takes over a tenth of that time; 0: never."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep. The rollout log goes back to the second newest, for the case that
-    the newest is damaged, unless it fills three quarters of `limits.rollout_bytes`; with 1 there is
-    no fallback."""
+    """Newest checkpoints to keep; with 1 there is none to fall back on if it is damaged. The
+    rollout log goes back to the second newest, unless it fills three quarters of
+    `limits.rollout_bytes`."""
     keep_every: int = Field(default=0, ge=0)
     """Keep checkpoints of every N steps for good; 0: none."""
     keep_best: bool = Field(default=False, json_schema_extra=when("test_freq"))
@@ -437,9 +432,8 @@ class TinkerConfig(Section):
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens of one model computed at once."""
     mixed_micro_batches: bool = False
-    """Compute micro-batches of several models in one pass: faster for many small ones. The last
-    bits of a result then depend on the others, which are recorded, so operations that are
-    repeated after a crash give the same bits."""
+    """Compute micro-batches of several models in one pass: faster for many small ones ([how bits
+    are kept](tinker.md#many-users))."""
 
     @field_validator("base")
     @classmethod
