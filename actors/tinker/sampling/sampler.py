@@ -31,6 +31,7 @@ from ....schemas.wire.bounds import MAX_CHARS, MAX_TOP_K
 from ....schemas.wire.subjects import rpc, user_of_rpc
 from ...engine.engine import Drawn, PromptScores, Sampling
 from ...policy.chat import ChatTokenizer, open_chat
+from ...policy.grammar import OutputGrammars
 from ...policy.token_text import TextStream
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
@@ -183,6 +184,7 @@ class PathAnswers:
         self._max_context = max_context
         self._opening = asyncio.Lock()
         self._chat: ChatTokenizer | None = None
+        self._grammars: OutputGrammars | None = None
         self._num_open: Counter[str] = Counter()
 
     async def open(self, broker: Broker, parts: PartsService, service: str) -> None:
@@ -207,7 +209,7 @@ class PathAnswers:
         with self._counted(user, request):
             async with contextlib.AsyncExitStack() as using:
                 snapshot = await self._find(user, request.adapter)
-                chat = await self._tokenizer()
+                chat, grammars = await self._tokenizer()
                 adapter = await self._loaded(using, snapshot, request)
                 answers = Answers(
                     engines.EngineOfUser(self._engine, user, adapter),
@@ -215,6 +217,8 @@ class PathAnswers:
                     lambda: request.adapter,
                     max_context=self._max_context,
                     max_open=MAX_ANSWERS,
+                    grammars=grammars,
+                    user=user,
                 )
                 if isinstance(request, ChatRequest):
                     return await answers.chat(request, tell)
@@ -238,12 +242,16 @@ class PathAnswers:
                 hint="ask again, allow more time, or raise tinker.sampled_at_once",
             ) from None
 
-    async def _tokenizer(self) -> ChatTokenizer:
-        """Return the base model's tokenizer; without a chat template, chats raise an error."""
+    async def _tokenizer(self) -> tuple[ChatTokenizer, OutputGrammars]:
+        """Return the base model's tokenizer and the grammars of answers.
+
+        Without a chat template, chats raise an error.
+        """
         async with self._opening:
-            if self._chat is None:
+            if self._chat is None or self._grammars is None:
                 self._chat = await asyncio.to_thread(open_chat, self._model, must_chat=False)
-        return self._chat
+                self._grammars = OutputGrammars(self._chat)
+        return self._chat, self._grammars
 
     @contextlib.contextmanager
     def _counted(self, user: str, request: ChatRequest | CompletionRequest) -> Iterator[None]:
