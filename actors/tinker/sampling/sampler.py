@@ -273,7 +273,8 @@ class PathAnswers:
 
 
 MAX_OPEN = 4096
-"""Requests of one user that run or whose results wait to be fetched."""
+"""Requests of one user that run or whose results wait to be fetched, and samples of those that
+run."""
 RESULT_S = 120.0
 """How long a result waits to be fetched."""
 _SWEEP_S = 5.0
@@ -385,12 +386,14 @@ class Sampler:
         """Accept a request, unless it was accepted before."""
         mine = self._open.setdefault(context.user, OrderedDict())
         if (match := mine.get(request.request)) is None:
-            if len(mine) >= MAX_OPEN:
+            body = SampleBody.parse(request.body)
+            drawn = sum(entry.num_samples for entry in mine.values() if not entry.work.done())
+            if len(mine) >= MAX_OPEN or drawn + body.num_samples > MAX_OPEN:
                 raise errors.BusyError(
-                    f"user {context.user!r} has {MAX_OPEN:,} open samples",
+                    f"user {context.user!r} has {len(mine):,} open requests, and {drawn:,} samples "
+                    f"in progress or waiting: {MAX_OPEN:,} are allowed",
                     hint="wait for some of them",
                 )
-            body = SampleBody.parse(request.body)
             snapshot = await self._admitted(context.user, request.source)
             if (match := mine.get(request.request)) is None:  # it may have been repeated meanwhile
                 work = asyncio.create_task(

@@ -632,15 +632,27 @@ class Engine:
         return self.order
 
 
-async def test_one_who_comes_late_waits_for_one_place_not_for_all_who_came_first() -> None:
+async def test_one_who_comes_late_waits_for_nobody() -> None:
     engine = Engine(4)
     await engine.ask("ada", 100)
     await engine.ask("bob", 2)
-    order = await engine.finish()
-    assert order[:4] == ["ada"] * 4
-    assert order.index("bob") == 4
-    assert order.count("ada") == 100
-    assert [at for at, user in enumerate(order) if user == "bob"][1] <= 7
+    assert engine.order == ["ada"] * 3 + ["bob"]
+    await engine.finish()
+    assert engine.order.count("ada") == 100
+    assert [at for at, user in enumerate(engine.order) if user == "bob"][1] <= 7
+
+
+async def test_users_leave_places_free_and_one_without_others_does_not() -> None:
+    alone, two, without_users = Engine(16), Engine(16), Engine(16)
+    await alone.ask("ada", 100)
+    await two.ask("ada", 7)
+    await two.ask("bob", 100)
+    await without_users.ask("local", 100)
+    assert [len(engine.order) for engine in (alone, two, without_users)] == [14, 14, 16]
+    await two.ask("eve", 1)
+    assert two.order[-1] == "eve"
+    for engine in (alone, two, without_users):
+        await engine.finish()
 
 
 async def test_places_follow_weights_and_what_was_computed() -> None:
