@@ -63,18 +63,15 @@ class Manifest(Message):
     """Content of one version, in the KV bucket of the job's weights."""
 
     version: int = Field(ge=0)
-    """Policy version."""
     kind: Literal["full", "delta", "lora"] = "full"
     """full: the payload; lora: that of an adapter; delta: differences from other versions."""
     tensors: list[TensorEntry]
     """Layout of the payload."""
     num_bytes: int = Field(ge=0)
-    """Size of the payload."""
     digest: str
     """BLAKE3 of the payload, hexadecimal; of a delta, of its result; with `nccl`, a fingerprint
     computed on GPUs."""
     transport: Literal["object", "file", "nccl"]
-    """How it is transferred."""
     location: str = ""
     """Whole payload: object name, path, or the learner's name for it; empty for a delta."""
     differences: list[Difference] = Field(default_factory=list[Difference])
@@ -82,7 +79,6 @@ class Manifest(Message):
     another. For an anchor: from the previous version, if smaller."""
     published: float
     host: str = ""
-    """Host name of the learner."""
     files: dict[str, str] = Field(default_factory=dict[str, str])
     """Digests of the model folder's files as the learner sees them, by path."""
     software: str = Field(default="", max_length=64)
@@ -168,4 +164,3 @@ class WeightsBound(Message):
     """The bound of the bucket of a job's weights."""
 
     num_bytes: int
-    """Bytes."""
