@@ -180,7 +180,7 @@ class GrammarTrials:
         Raises ConfigError for a tokenizer without grammars, BusyError if the process ends.
         """
         process = self._process or self._start()
-        return Verdict(*self._ask(process, {"text": text, "schemas": schemas}, 2 * COMPILE_S))
+        return Verdict(*self._request(process, {"text": text, "schemas": schemas}, 2 * COMPILE_S))
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
@@ -195,7 +195,7 @@ class GrammarTrials:
             preexec_fn=die_with(os.getpid()),
         )
         weakref.finalize(self, _end, process)
-        error = self._ask(process, self._head, 0)
+        error = self._request(process, self._head, 0)
         if error is not None:
             self._stop()
             raise ConfigError(
@@ -204,7 +204,7 @@ class GrammarTrials:
             )
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], message: Any, limit_s: float) -> Any:
+    def _request(self, process: subprocess.Popen[bytes], message: Any, limit_s: float) -> Any:
         """Return the answer to a line; `limit_s` is added to the time of a start."""
         assert process.stdin is not None
         assert process.stdout is not None
