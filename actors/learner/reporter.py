@@ -257,8 +257,9 @@ class Reporter:
         """Send an event after some steps in a row that changed nothing."""
         self._num_unlearnt = self._num_unlearnt + 1 if metric.is_unlearnt else 0
         if self._num_unlearnt == _UNLEARNT_STEPS:
+            first = metric.step - _UNLEARNT_STEPS + 1
             text = (
-                f"nothing was learnt in steps {metric.step - _UNLEARNT_STEPS + 1} to {metric.step}: "
+                f"nothing was learnt in steps {first} to {metric.step}: "
                 f"the gradient is 0, since all groups have equal rewards. {WHY_EQUAL}"
             )
             await self.context.event("nothing_learnt", text, step=metric.step)
