@@ -8,6 +8,12 @@ from .task import Blame
 from .wire.codec import read_json
 from .wire.message import Message, with_last
 
+EQUAL_SHARE = "rollout/equal_reward_share"
+"""Metric: share of the step's groups whose rewards are all equal."""
+WHY_EQUAL = (
+    "Usually the task is too hard or too easy for the model, the reward has only one value, or "
+    "rollout.group_size is too small"
+)
 _PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 
 
@@ -21,12 +27,18 @@ class Metric(Message):
     time: float
     """Seconds since the epoch."""
 
+    @property
+    def is_unlearnt(self) -> bool:
+        """Whether the step's gradient is 0, and all its groups have equal rewards."""
+        equal, norm = self.values.get(EQUAL_SHARE), self.values.get("actor/grad_norm")
+        return equal == 1.0 and norm == 0.0
+
 
 class Event(Message):
     """An event of the job, on `event`."""
 
     kind: str
-    """Such as `job_started` or `checkpoint_saved`."""
+    """Kind of event, such as `job_started` or `checkpoint_saved`."""
     source: str
     message: str = ""
     """Text for people."""
@@ -55,7 +67,7 @@ class EvalRecord(Message):
 
     version: int = Field(ge=0)
     step: int = Field(ge=0)
-    """At which the result is reported."""
+    """Training step at which the result is reported."""
     state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
     """The learner turns done into reported, failed into given_up."""
     values: dict[str, float] = Field(default_factory=dict[str, float])
@@ -116,7 +128,8 @@ class Presence(Message):
     waits_for: str = ""
     """Name of its current wait, and the other side."""
     missing_since: float | None = None
-    """Since when it waits for an outsider: the host of a client's game, or room on a disk."""
+    """Time since when it waits for something outside the pool: a client's game, or room on a
+    disk."""
     version: int | None = None
     """Policy version in use."""
     progress: int = Field(default=0, ge=0)

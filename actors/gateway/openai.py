@@ -18,7 +18,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Iterable,
     Iterator,
 )
 from contextlib import aclosing
@@ -367,7 +366,8 @@ async def _whole(
             if room is not None:
                 room.hold(num_bytes)
             held_bytes += num_bytes
-            _exhaust(reader.push(part))
+            for _ in reader.push(part):
+                pass
     if held_bytes < _LARGE:
         return _encoded(_encode(reader.whole()))
     return await asyncio.to_thread(lambda: _encoded("".join(_json(reader.whole()))))
@@ -436,11 +436,6 @@ async def _stream(
 
 def _encoded(text: str) -> bytes:
     return text.encode(errors="replace")
-
-
-def _exhaust(events: Iterable[str]) -> None:
-    for _ in events:
-        pass
 
 
 def _refuse_stateful(named: str, param: str) -> None:

@@ -76,7 +76,7 @@ class ModelMessage(Message):
     reasoning: str | None = None
     """The assistant's reasoning; null: not sent, which equals any reasoning."""
     call_id: str = ""
-    """Of a tool result: the call that it answers."""
+    """Id of the call that a tool result answers."""
     extra: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields for the chat template, such as `name`."""
 
