@@ -103,11 +103,12 @@ class ModelMessage(Message):
     @property
     def key(self) -> bytes:
         """16 bytes, equal for all spellings of the message; reasoning and ids do not count."""
-        try:
-            return self._cached_key
-        except AttributeError:  # cached, since a history is compared at each call
-            object.__setattr__(self, "_cached_key", self._made_key())
-            return self._cached_key
+        try:  # cached, since a history is compared at each call
+            return _CACHED_KEY.__get__(self)
+        except AttributeError:  # by the slot itself: pydantic's search for it takes longer
+            key = self._made_key()
+            _CACHED_KEY.__set__(self, key)
+            return key
 
     def _made_key(self) -> bytes:
         is_text = not self.calls and all(isinstance(part, str) for part in self.content)
@@ -158,6 +159,9 @@ class ModelMessage(Message):
             else {"type": "image", "image": part}
             for part in self.content
         ]
+
+
+_CACHED_KEY: Any = vars(ModelMessage)["_cached_key"]
 
 
 def pictures_of(messages: Iterable[ModelMessage]) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from .canonical import THINK, CanonicalCall, Piece, ReplyReader, TextPiece, call
 from .chat import CHAT, CompletionAnswer
 from .request import ModelRequest
 
-_TOLD_COLUMNS = ("token_ids", "logprobs", "versions")
+_RETURNED_COLUMNS = ("token_ids", "logprobs", "versions")
 
 
 class AnswerReader:
@@ -53,10 +53,10 @@ class AnswerReader:
         """Choices that have made their only allowed tool call."""
         self._usage = Usage(0, 0)
         has_own_field = is_call or api.name in ("responses", "messages")
-        self._told: list[dict[str, Any]] | None = None
+        self._returned: list[dict[str, Any]] | None = None
         """Tokens of each choice, for the additional field of an answer."""
         if request.return_token_ids and has_own_field:
-            self._told = [{} for _ in range(self._num_choices)]
+            self._returned = [{} for _ in range(self._num_choices)]
         self._extra: dict[str, Any] = {}
 
     def _begin(self, part: TextPart) -> Iterator[str]:
@@ -128,8 +128,8 @@ class AnswerReader:
 
     def _own_field(self) -> dict[str, Any]:
         """Return the additional field of an answer whose tokens were requested."""
-        told = {} if self._told is None else {"answers": self._told}
-        return {"tinkermq": {**self._extra, **told}} if told or self._extra else {}
+        answers = {} if self._returned is None else {"answers": self._returned}
+        return {"tinkermq": {**self._extra, **answers}} if answers or self._extra else {}
 
     def _begun(self) -> Answer:
         assert self._answer is not None, "begin first"
@@ -144,20 +144,20 @@ class AnswerReader:
             self._begun().prompt_ids = part.prompt_token_ids
         if isinstance(part, InferPart) and part.vocabulary:
             self._extra["vocabulary"] = part.vocabulary
-        if self._told is None:
+        if self._returned is None:
             return
         if part.prompt_token_ids:
             self._extra["prompt_token_ids"] = [i for ids in part.prompt_token_ids for i in ids]
         if isinstance(part, CallPart) and part.names:
             self._extra |= {"parent": part.parent, "reused": part.num_reused}
         if isinstance(part, CallPart) and part.calls:
-            for told, call in zip(self._told, part.calls, strict=False):
-                told["call"] = call
+            for columns, call in zip(self._returned, part.calls, strict=False):
+                columns["call"] = call
         for delta in part.deltas:
-            told = self._told[delta.choice]
-            for column in _TOLD_COLUMNS:
+            columns = self._returned[delta.choice]
+            for column in _RETURNED_COLUMNS:
                 if values := getattr(delta, column):
-                    told.setdefault(column, []).extend(values)
+                    columns.setdefault(column, []).extend(values)
 
     def _finish(self, number: int, reason: FinishReason, stop: str) -> Iterator[str]:
         """End a choice, once, with the text that its reader held back."""

@@ -164,10 +164,11 @@ class _CallAnswer(Response):
         answer = self._call.answer
         if answer.head is None:
             return ""
-        part = CallPart() if self._has_begun else answer.head
+        fields: dict[str, Any] = {"deltas": answer.read_on(self._places), "calls": answer.calls}
+        if self._has_begun:
+            return "".join(self._reader.push(CallPart(**fields)))
         self._has_begun = True
-        update = {"deltas": answer.read_on(self._places), "calls": answer.calls}
-        return "".join(self._reader.push(part.model_copy(update=update)))
+        return "".join(self._reader.push(answer.head.model_copy(update=fields)))
 
     def _keep(self) -> None:
         """Keep the answer and its input messages for further requests."""
