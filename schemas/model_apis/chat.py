@@ -4,7 +4,7 @@ import codecs
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation
 from ..infer import PromptScore
@@ -237,16 +237,52 @@ def _called_function(call: CanonicalCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-class ChatCompletionAnswer:
-    """The choices of an answer of Chat Completions; see `Answer`."""
+class _OpenAIAnswer:
+    """The common parts of answers of Chat Completions and of Completions; see `Answer`."""
+
+    chunk_kind: ClassVar[str]
+    """The `object` of an event."""
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Write the answer to a request."""
         self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of the prompt, if requested and known."""
+        """Tokens of each prompt, if requested and known."""
         self._head = head
         self._include_usage = request.include_usage
         self._is_streamed = request.stream
+
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield extra fields, the token counts if requested, and the end."""
+        top: dict[str, Any] = {**self._top(self.chunk_kind), "choices": []}
+        if extra:
+            yield answers.event({**top, **extra})
+        if self._include_usage:
+            yield answers.event({**top, "usage": worded_usage(usage)})
+        yield DONE
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a failed stream."""
+        return answers.event(error)
+
+    def _top(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+    def _event(self, choice: Mapping[str, Any], top: Mapping[str, Any] | None = None) -> str:
+        """Return an event with a choice, and further fields beside it."""
+        usage = {"usage": None} if self._include_usage else {}
+        fields = {**self._top(self.chunk_kind), **(top or {})}
+        return answers.event({**fields, "choices": [choice], **usage})
+
+
+class ChatCompletionAnswer(_OpenAIAnswer):
+    """The choices of an answer of Chat Completions; see `Answer`."""
+
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
+        """Write the answer to a request."""
+        super().__init__(head, request)
         self._choices = [
             _Choice(number, request.custom_tools, is_streamed=request.stream)
             for number in range(request.num_choices)
@@ -281,19 +317,6 @@ class ChatCompletionAnswer:
         of = self._choices[choice]
         of.close(reason, stop)
         yield self._chunk(of, {})
-
-    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield extra fields, the token counts if requested, and the end."""
-        top: dict[str, Any] = {**self._top("chat.completion.chunk"), "choices": []}
-        if extra:
-            yield answers.event({**top, **extra})
-        if self._include_usage:
-            yield answers.event({**top, "usage": worded_usage(usage)})
-        yield DONE
-
-    def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a failed stream."""
-        return answers.event(error)
 
     def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object."""
@@ -335,29 +358,22 @@ class ChatCompletionAnswer:
             choice["stop_reason"] = of.stop
         if tokens.ids is not None:
             choice["token_ids"] = list(tokens.ids)
-        usage = {"usage": None} if self._include_usage else {}
-        head = self._top("chat.completion.chunk")
-        return answers.event({**head, **(top or {}), "choices": [choice], **usage})
+        return self._event(choice, top)
 
     def _prompt_fields(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self.prompt_ids[0])} if self.prompt_ids else {}
 
-    def _top(self, kind: str) -> dict[str, Any]:
-        return _top(self._head, kind)
 
-
-class CompletionAnswer:
+class CompletionAnswer(_OpenAIAnswer):
     """The choices of an answer of Completions, of one or several prompts; see `Answer`."""
+
+    chunk_kind = "text_completion"
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Write the answer to a request."""
-        self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of each prompt, if requested and known."""
+        super().__init__(head, request)
         self.scores: list[PromptScore] = []
         """Log-probs of the prompts' tokens, if requested."""
-        self._head = head
-        self._include_usage = request.include_usage
-        self._is_streamed = request.stream
         self._num_top = request.top_logprobs or 0
         self._per_prompt = request.num_choices
         num = request.num_choices * len(request.prompts)
@@ -390,19 +406,6 @@ class CompletionAnswer:
         end = {"finish_reason": of.finish, "stop_reason": of.stop}
         yield self._event({"index": of.number, "text": "", "logprobs": None, **end})
 
-    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield extra fields, the token counts if requested, and the end."""
-        top: dict[str, Any] = {**_top(self._head, "text_completion"), "choices": []}
-        if extra:
-            yield answers.event({**top, **extra})
-        if self._include_usage:
-            yield answers.event({**top, "usage": worded_usage(usage)})
-        yield DONE
-
-    def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a failed stream."""
-        return answers.event(error)
-
     def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object."""
         choices: list[dict[str, Any]] = []
@@ -413,7 +416,7 @@ class CompletionAnswer:
             end = {"finish_reason": of.finish, "stop_reason": of.stop}
             choices.append({**whole, **end, **scores})
         usage_fields = {"usage": worded_usage(usage)}
-        return {**_top(self._head, "text_completion"), "choices": choices, **usage_fields}
+        return {**self._top(self.chunk_kind), "choices": choices, **usage_fields}
 
     def _choice(self, of: "_Text", text: str, tokens: answers.NewTokens) -> dict[str, Any]:
         """Return a part of a choice; the first part has the prompt's tokens, as in vLLM."""
@@ -446,10 +449,6 @@ class CompletionAnswer:
         rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
         return {"prompt_logprobs": rows} if scores else {}
 
-    def _event(self, choice: Mapping[str, Any]) -> str:
-        usage = {"usage": None} if self._include_usage else {}
-        return answers.event({**_top(self._head, "text_completion"), "choices": [choice], **usage})
-
 
 class _Offset:
     """Offset of the next token in a text; the offset of a character is that of its first byte."""
@@ -478,10 +477,6 @@ class _Text(_Choice):
         self.has_prompt = False
         """Whether its prompt's tokens have been written."""
         self.offset = _Offset()
-
-
-def _top(head: answers.AnswerHead, kind: str) -> dict[str, Any]:
-    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
 def _worded_logprobs(logprobs: Sequence[answers.TokenLogprob] | None) -> dict[str, Any] | None:
