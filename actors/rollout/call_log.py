@@ -154,14 +154,9 @@ def restore_calls(segments: Sequence[Segment], calls: ExactCalls) -> None:
             masked=_spread(call.masked, len(segment.token_ids) - at),
         )
         prompt = calls.under_name(prompt, call.name)
-        answered = calls.answered(
-            prompt,
-            generated,
-            call.text,
-            request_digest=call.request,
-            request_id=call.asked,
+        calls.finish(
+            prompt, generated, call.text, request_digest=call.request, request_id=call.asked
         )
-        calls.tree.add(answered)
 
 
 def _spread(masked: float, num: int) -> FloatVector | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -123,10 +124,10 @@ class ExactCalls:
         )
 
     def finish(
-        self, prompt: CallPrompt, generated: Generation, text: str | None = None
+        self, prompt: CallPrompt, generated: Generation, text: str | None = None, **request: Any
     ) -> ModelCall:
         """Add the answer to a request to the tree; see `answered`."""
-        call = self.answered(prompt, generated, text)
+        call = self.answered(prompt, generated, text, **request)
         self.tree.add(call)
         return call
 
