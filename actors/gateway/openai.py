@@ -46,12 +46,12 @@ from ...schemas.model_apis.request import (
     RequestError,
     bounds_error,
     is_label,
+    json_of,
     served_request,
 )
 from ...schemas.model_apis.responses import RESPONSES
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
-from ...schemas.wire.codec import read_json
 from .limits import TAKEN
 from .tinker.trainers import Trainers
 
@@ -311,10 +311,7 @@ class Answering:
 
 def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
     """Read a body; return it and the request to a server. RequestError names a refused field."""
-    try:
-        value: Any = read_json(raw)
-    except errors.MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    value = json_of(raw)
     if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
         _refuse_stateful("the parameter 'stateful'", "stateful")
     model_request = api.read(value)

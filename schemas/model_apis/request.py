@@ -29,7 +29,8 @@ from ..output_format import (
     SchemaError,
     check_schema,
 )
-from ..wire.errors import DataError, TinkermqError
+from ..wire.codec import read_json
+from ..wire.errors import DataError, MessageError, TinkermqError
 from ..wire.images import encoded_image
 from .canonical import CanonicalCall, ModelMessage, joined
 
@@ -94,6 +95,14 @@ class ModelRequest:
     """Sampling options as sent."""
     without_effect: tuple[str, ...] = ()
     """Fields that were sent and have no effect, though their value asks for one."""
+
+
+def json_of(raw: bytes) -> Any:
+    """Return the JSON value of a body; RequestError if it is invalid."""
+    try:
+        return read_json(raw)
+    except MessageError as error:
+        raise RequestError(f"the body is not valid JSON: {error.message}") from error
 
 
 class Fields:

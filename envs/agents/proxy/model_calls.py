@@ -21,10 +21,10 @@ from ....schemas.model_apis.request import (
     RequestError,
     bounds_error,
     call_request,
+    json_of,
 )
 from ....schemas.model_apis.responses import RESPONSES, input_items
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import MessageError, NotFoundError
+from ....schemas.wire.errors import NotFoundError
 from ..episode import EpisodeOver
 from .calls import CallAsker, KeptAnswer, OpenEpisode, RunningCall
 from .exchange import BodyRoom, EventStream, JsonAnswer, read_body, worded
@@ -200,11 +200,7 @@ async def _run_inline(work: Callable[..., T], *arguments: Any) -> T:
 
 def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
     """Parse a body; return it with its digest."""
-    try:
-        value: Any = read_json(raw)
-    except MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    model_request = api.read(value)
+    model_request = api.read(json_of(raw))
     # sampling options are set by the job, not by the program
     echo = {**model_request.echo, "temperature": None, "top_p": None} if model_request.echo else {}
     return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()
