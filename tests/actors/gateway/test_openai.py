@@ -334,7 +334,7 @@ async def test_a_response_has_reasoning_text_call_and_counts(
     assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 5)
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
+    assert [told.content for told in asked.messages] == [("be brief",), ("2+2?",)]
     assert (asked.decoding.temperature, asked.decoding.max_tokens) == (0.5, 7)
     assert asked.stream == stream
 
@@ -352,7 +352,7 @@ async def test_a_message_has_thinking_text_call_and_counts(
     assert made.usage.output_tokens == 5
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
+    assert [told.content for told in asked.messages] == [("be brief",), ("2+2?",)]
     assert asked.decoding.stop == ["!"]
 
 
