@@ -28,7 +28,7 @@ _QUEUE_LENGTH = 256
 
 
 async def follow_run(
-    pool: Pool, record: JobRecord, *, from_start: bool = True, with_actors: bool = False
+    pool: Pool, record: JobRecord, *, with_actors: bool = False
 ) -> AsyncGenerator[Update, None]:
     """Yield metrics and events of a run in order, and its record after each change.
 
@@ -38,7 +38,7 @@ async def follow_run(
     removed.
     """
     broker = pool.broker
-    follower = _Follower(pool, record, from_start)
+    follower = _Follower(pool, record)
     removals = (
         broker.on_disconnect(follower.report_broker_away),
         broker.on_reconnect(follower.report_broker_back),
@@ -67,11 +67,10 @@ async def follow_run(
 class _Follower:
     """The readers of feed, record and heartbeats, and the queue that they fill."""
 
-    def __init__(self, pool: Pool, record: JobRecord, from_start: bool) -> None:
+    def __init__(self, pool: Pool, record: JobRecord) -> None:
         self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue(_QUEUE_LENGTH)
         self._pool = pool
         self._record = record
-        self._from_start = from_start
         self._last_message_at = time.monotonic()
         self._is_away = False
         self._is_over, self._has_read_all = asyncio.Event(), asyncio.Event()
@@ -116,7 +115,6 @@ class _Follower:
             self._pool.broker,
             self._record.scope,
             ("metric", "event"),
-            from_start=self._from_start,
             stop=self._is_over,
         )
         async with aclosing(feed) as messages:
