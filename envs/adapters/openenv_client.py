@@ -66,7 +66,9 @@ class Observation(BaseModel):
         fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
         inner = fields.get("observation")
         known = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
-        return {k: known[k] for k in ("reward", "done") if k in known} | fields if fields else value
+        if not fields:
+            return value
+        return {**{k: known[k] for k in ("reward", "done") if k in known}, **fields}
 
 
 class Schemas(BaseModel):
