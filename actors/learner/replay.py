@@ -113,7 +113,7 @@ async def replay(
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     models = load_models(config, folder)
-    hidden = Path(record.run_dir) if record.output_roots else None
+    hidden = Path(record.run_dir) if broker.login.is_authenticated else None
     functions = await asyncio.to_thread(OwnFunctions.of, config, hidden, STEP_KINDS)
     ranks = ChildRanks.start(config)
     thread = torch_thread(config.learner.threads)
