@@ -28,10 +28,12 @@ def run(tasks):
 
 
 @contextmanager
-def sandboxed(folder: Path, source: str, kind: Kind, name: str) -> Iterator[OwnFunctions]:
+def sandboxed(
+    folder: Path, source: str, kind: Kind, name: str, run: str = "runs/ada/r"
+) -> Iterator[OwnFunctions]:
     """Yield the process of a function of a module, sandboxed as in a pool with users.
 
-    The operator shows the module's folder, `folder/games`; the run lies in `folder/runs/ada/r`.
+    The operator shows the module's folder, `folder/games`; the run lies in `folder/RUN`.
     """
     games = folder / "games"
     games.mkdir(exist_ok=True)
@@ -40,7 +42,7 @@ def sandboxed(folder: Path, source: str, kind: Kind, name: str) -> Iterator[OwnF
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDERS_VARIABLE, str(games))
         patch.setenv("PYTHONPATH", shown)
-        functions = OwnFunctions({kind: f"mine:{name}"}, hidden=folder / "runs/ada/r")
+        functions = OwnFunctions({kind: f"mine:{name}"}, hidden=folder / run)
     with closing(functions):
         yield functions
 
