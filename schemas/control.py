@@ -145,6 +145,8 @@ class RankState(Message):
     """Why it does not run."""
     out_of_memory: bool = False
     """Whether it does not run because its GPU did not hold a step."""
+    is_final: bool = False
+    """Whether it would end in the same way again."""
     draining: bool = False
     """It exits after the learner."""
 

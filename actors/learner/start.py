@@ -74,8 +74,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load the job's models and state, from its newest checkpoint if it has one."""
     config = context.config
-    hidden = context.run_dir if context.broker.login.is_authenticated else None
-    functions = await asyncio.to_thread(OwnFunctions.of, config, hidden)
+    functions = await asyncio.to_thread(OwnFunctions.of, config, context.hidden)
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     checkpoints = CheckpointStore(

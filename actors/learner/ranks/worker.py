@@ -20,7 +20,7 @@ import torch
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
 from ...policy.devices import own_device
-from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY, configure_logging
+from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, EXIT_OUT_OF_MEMORY, configure_logging
 from ...training.functions.calls import OwnFunctions
 from ...training.functions.wire import STEP_KINDS
 from ...training.numerics import settle_numerics
@@ -124,7 +124,9 @@ def main(argv: list[str]) -> int:
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())
-        return EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_CRASHED
+        if isinstance(error, OutOfMemoryError):
+            return EXIT_OUT_OF_MEMORY
+        return EXIT_CRASHED if error.may_pass else EXIT_FAILED
     return EXIT_DONE
 
 

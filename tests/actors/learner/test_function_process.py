@@ -68,9 +68,9 @@ def exits(inputs: Any) -> Any:
 
 def _connection() -> int:
     """Return the descriptor of the learner's socket."""
-    for name in os.listdir("/proc/self/fd"):
-        if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-            return int(name)
+    for held in Path("/proc/self/fd").iterdir():
+        if str(held.readlink()).startswith("socket:"):
+            return int(held.name)
     raise AssertionError("there is no socket")
 
 

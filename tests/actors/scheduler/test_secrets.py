@@ -361,5 +361,3 @@ def test_a_validation_that_was_cut_at_its_deadline_ends_no_plateau() -> None:
     assert plateau.observe({"step": 7}, cut)
     assert not plateau.observe({"step": 9}, {**cut, 8: ValidationScore(0.6, 0.0, 8, 0)})
     assert plateau.best == 0.6
-
-
