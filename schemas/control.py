@@ -27,11 +27,9 @@ class ControlReply(Message):
     """Result of a control request."""
 
     actor: str
-    """The actor that answers."""
     step: int | None = None
-    """Its training step."""
     detail: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Such as paths of a checkpoint or of traces."""
+    """Further results, such as paths of a checkpoint or of traces."""
 
 
 class ReserveRequest(Message):
@@ -40,7 +38,6 @@ class ReserveRequest(Message):
     count: int = Field(ge=1, le=10_000)
     """Groups that it will append."""
     source: str
-    """Name of the agent."""
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
     """Time after which unused numbers expire."""
 
@@ -49,7 +46,6 @@ class ReserveReply(Message):
     """Task numbers for an external agent."""
 
     tasks: list[int]
-    """Task numbers for the groups."""
     group_size: int
     """Required trajectories per group."""
     version: int
@@ -66,7 +62,7 @@ class TaskSpec(Message):
     sample: int | None = Field(default=None, ge=0)
     """Row of the training data."""
     seed: int | None = Field(default=None, ge=0)
-    """null: derived from the task number."""
+    """Seed of the task; null: derived from the task number."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
 
@@ -75,7 +71,7 @@ class PublishTasksRequest(Message):
     """A client's own tasks for a job, on `ctl.learner.tasks`."""
 
     tasks: list[TaskSpec] = Field(min_length=1, max_length=10_000)
-    """In the order of issue."""
+    """Tasks in the order of issue."""
 
 
 class PublishTasksReply(Message):
@@ -89,9 +85,9 @@ class GpuTurnRequest(Message):
     """A generator that shares the learner's GPU asks whose turn it is, on `ctl.learner.turn`."""
 
     asleep: bool
-    """Whether its engines have freed the GPU, or are not started yet."""
+    """Whether its engines have freed the GPU or are not started yet."""
     seen: int
-    """Number of the last turn that it was told; -1: none."""
+    """Number of the last turn that it received; -1: none."""
 
 
 class GpuTurn(Message):
@@ -101,7 +97,7 @@ class GpuTurn(Message):
     number: int
     """Grows with each change."""
     asleep: bool
-    """Whether the engines are to sleep: the learner trains."""
+    """Whether the engines must sleep, because the learner trains."""
     version: int
     """Version with which they wake."""
     memory_share: float | None = None
@@ -120,7 +116,7 @@ class RankOrder(Message):
     learner: str
     """The learner process."""
     number: int = Field(ge=0)
-    """From 0; a repeated one is not executed twice."""
+    """Number of the order, from 0; a repeated one is not executed twice."""
     do: Literal["begin", "step", "gather", "save", "end"]
     """begin: load and connect to the others; step: train a batch; gather: collect the weights;
     save: write a checkpoint; end: stop serving this process."""
@@ -144,9 +140,9 @@ class RankState(Message):
     error: str = ""
     """Why it does not run."""
     out_of_memory: bool = False
-    """Whether it does not run because its GPU did not hold a step."""
+    """Whether it does not run because its GPU's memory was too small for a step."""
     is_final: bool = False
-    """Whether it would end in the same way again."""
+    """Whether a restart would end with the same error."""
     draining: bool = False
     """It exits after the learner."""
 

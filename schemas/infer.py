@@ -29,9 +29,8 @@ class ChatRequest(TextRequest):
     """One of the job's adapters, as `run@step`; empty: its main model. Of a Tinker service: a
     checkpoint, `tinker://…`."""
     messages: list[ModelMessage] = Field(min_length=1)
-    """The conversation."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """As the chat template takes them."""
+    """Tools in the form that the chat template takes."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest duration of the answer."""
 
@@ -43,9 +42,8 @@ class CompletionRequest(TextRequest):
     """One of the job's adapters, as `run@step`; empty: its main model. Of a Tinker service: a
     checkpoint, `tinker://…`."""
     prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
-    """Texts or token ids."""
     add_special_tokens: bool = True
-    """To texts, by the tokenizer."""
+    """Add the tokenizer's special tokens to texts."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
     """Return the prompts' log-probs at temperature 1, and so many of the likeliest tokens at each
     position; null: neither."""
@@ -58,7 +56,7 @@ class PromptScore(Message):
 
     prompt: int = Field(ge=0)
     start: int = Field(ge=0)
-    """Position of the first of them."""
+    """Position of the first scored token."""
     logprobs: FloatVector
     """float32[N]: log-probs; NaN for a prompt's first token."""
     top_ids: IntMatrix
@@ -75,7 +73,7 @@ class InferPart(TextPart):
     scores: list[PromptScore] = Field(default_factory=list[PromptScore])
     """Prompt log-probs, if requested; before the last part."""
     vocabulary: str = ""
-    """Digest, with `scores`: equal for equal tokenizers."""
+    """Digest of the vocabulary, with `scores`; equal for equal tokenizers."""
 
 
 class PlayRequest(Message):
@@ -85,11 +83,10 @@ class PlayRequest(Message):
     """
 
     request: RequestId
-    """Made by the caller, for cancelling."""
+    """Id of the request, made by the caller, for cancelling."""
     session: str = Field(default="", max_length=64)
-    """In which the caller hosts the game; empty: the job's environment hosts."""
+    """Session in which the caller hosts the game; empty: the job's environment hosts."""
     split: Split = "val"
-    """Data set of the sample."""
     sample: int | None = None
     """Data row; null: generated state."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -101,15 +98,12 @@ class PlayRequest(Message):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     max_turns: int | None = Field(default=None, ge=1, lt=2**31)
-    """Largest number of turns."""
     max_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Longest first prompt."""
     max_turn_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Generated tokens per turn."""
     max_response_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """After the first prompt, observations included."""
+    """Tokens after the first prompt, observations included."""
     deadline_s: float = Field(default=3600.0, gt=0, le=MAX_DEADLINE_S)
-    """Of the episode with all tries."""
+    """Time limit of the episode with all tries."""
 
 
 class PlayPart(Part):
@@ -118,7 +112,7 @@ class PlayPart(Part):
     model: str = ""
     """`run@step`, or the job's name."""
     trajectory: Trajectory | None = None
-    """With messages and token ids."""
+    """The episode, with messages and token ids."""
     blame: Blame | None = None
     """Failure of the last try."""
 

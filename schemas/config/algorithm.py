@@ -307,9 +307,8 @@ class AlgorithmConfig(Section):
     (DeepSeek-V3.2)."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """Your own advantage function, with the inputs of the named one: `module:function`, or a name
-    registered by a package, available where the learner runs ([own
-    algorithms](own-algorithms.md))."""
+    """Your own advantage function, `module:function` or a registered name, with the inputs of
+    `advantage` ([own algorithms](own-algorithms.md))."""
     own_loss: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """Your own policy loss, instead of `loss`."""
     own_correction: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
@@ -324,9 +323,8 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """On-policy distillation: the model that scores the policy's tokens, or one per `data_source`,
-    `""` for all others. A folder, store URL, hub name, `RUN@STEP`, `job:NAME` (a serving job),
-    `https://HOST/v1?model=NAME` (an API) or `self` (the policy with `teacher_context`). It needs
-    the policy's tokenizer ([distillation](distillation.md))."""
+    `""` for all others: a folder, URL, hub name, `RUN@STEP`, `job:NAME`,
+    `https://HOST/v1?model=NAME` or `self` ([distillation](distillation.md))."""
     teacher_loss: Literal["reverse_kl", "forward_kl"] = Field(
         default="reverse_kl", json_schema_extra=when("teacher")
     )
@@ -376,14 +374,15 @@ class AlgorithmConfig(Section):
     """Drop groups with equal rewards; each gives its admission credit back (DAPO)."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Soft penalty over the last tokens before the limit (`rollout.max_turn_tokens` for one-turn
-    episodes, else `rollout.max_response_tokens`); 0: none."""
+    episodes, else `rollout.max_response_tokens`), by the tokens that the policy generated; 0:
+    none."""
     overlong_factor: float = Field(default=1.0, ge=0, json_schema_extra=when("overlong_buffer"))
     """Largest overlong penalty, at the limit."""
     overlong_filter: bool = False
     """Leave episodes cut by a token limit out of all losses and their divisors (DAPO); their
     rewards still count in group mean and std."""
     length_coef: float = Field(default=0.0, ge=0)
-    """Reward shorter episodes of a group by up to half of this; unsolved ones
+    """Reward episodes of a group with fewer generated tokens by up to half of this; unsolved ones
     (`evaluation.success_reward`) only lose by length (Kimi k1.5)."""
 
     @property
