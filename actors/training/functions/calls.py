@@ -127,8 +127,8 @@ class OwnFunctions:
     ) -> tuple[dict[str, Any], Arrays]:
         """Send one request of a function and return the answer, whose contents are unchecked.
 
-        `result_bytes` bounds the arrays of the answer. The process is killed if it is late or sends
-        what is no answer. Raises ConfigError, naming the function, and torch.OutOfMemoryError, on
+        `result_bytes` bounds the arrays of the answer. The process is killed if it is late or its
+        answer is invalid. Raises ConfigError, naming the function, and torch.OutOfMemoryError, on
         which a step is repeated in smaller micro-batches.
         """
         assert self._process is not None

@@ -103,8 +103,8 @@ class FunctionServer:
         (loss_N, inputs), self._graph = self._graph, None
         grads = torch.autograd.grad(loss_N, inputs, grad_N, allow_unused=True)
         return {
-            str(place): to_array(torch.zeros_like(one) if grad is None else grad)
-            for place, (one, grad) in enumerate(zip(inputs, grads, strict=True))
+            str(place): to_array(torch.zeros_like(of) if grad is None else grad)
+            for place, (of, grad) in enumerate(zip(inputs, grads, strict=True))
         }
 
 
@@ -123,7 +123,7 @@ def _decision(value: Any) -> Answer:
 
 
 def _numbers(value: Any) -> Any:
-    """Return weights as an array; NaN if they are no numbers."""
+    """Return weights as an array; NaN for a value without numbers."""
     try:
         return np.array(value, dtype=np.float64, order="C")
     except (TypeError, ValueError, OverflowError):
