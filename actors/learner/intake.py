@@ -103,7 +103,8 @@ class Intake:
         """Read the log, forever."""
         async with aclosing(self._log.read(self._from_seq)) as entries:
             async for entry in entries:
-                await self._enter(entry)
+                if self._is_new(entry):
+                    self._enter(entry, await self._filtered(self._check(entry)))
 
     def note_version(self, version: int) -> None:
         """Raise `max_version` to a version that may have generated groups; it never falls.
@@ -171,14 +172,14 @@ class Intake:
         known = [(start, end) for start, end in self._decided.ranges() if end > first]
         state.decided_seqs = NumberSet([*known, *later]).ranges()
 
-    async def _enter(self, raw: LogEntry) -> None:
-        if raw.seq <= self.last_seq:
-            return
-        if raw.seq in self._decided:
+    def _is_new(self, raw: LogEntry) -> bool:
+        """Return whether an entry is neither read nor decided."""
+        if raw.seq > self.last_seq and raw.seq in self._decided:
             self.last_seq = raw.seq
             self.changed.set()
-            return
-        entry = await self._filtered(self._check(raw))
+        return raw.seq > self.last_seq
+
+    def _enter(self, raw: LogEntry, entry: CheckedEntry) -> None:
         self.last_seq = raw.seq
         self._entries[raw.seq] = entry
         self.bytes_held += len(raw.payload)

@@ -44,6 +44,7 @@ from .wire import (
     send,
     split_inputs,
     to_array,
+    to_tensor,
 )
 
 CALL_S = 120.0
@@ -98,7 +99,7 @@ class OwnFunctions:
             else getattr(config.algorithm, f"own_{kind}")
             for kind in kinds
         }
-        targets = {kind: target for kind, target in named.items() if target is not None}
+        targets: dict[Kind, str] = {kind: name for kind, name in named.items() if name is not None}
         return cls(targets, hidden=hidden, threads=config.learner.threads)
 
     def load(self, kind: Kind, target: str) -> "CustomFunction":
@@ -251,7 +252,7 @@ class CustomFunction:
             array = results.get(str(place))
             if array is None or array.shape != tensor.shape or array.dtype.kind != "f":
                 raise self.wrong("has a derivative of the wrong shape or dtype")
-            grads.append(torch.from_numpy(array).to(tensor))
+            grads.append(to_tensor(array).to(tensor))
         return grads
 
     def _called(
@@ -288,7 +289,7 @@ class CustomFunction:
             )
         if array is None or array.dtype.kind not in ("fb" if may_be_bool else "f"):
             raise self.wrong(f"returned {what} of {of_type}, which are not real numbers")
-        value_N = torch.from_numpy(array).to(seq_N.device)
+        value_N = to_tensor(array).to(seq_N.device)
         if value_N.dtype == torch.bool:
             return value_N.float()
         if not bool(torch.isfinite(value_N).all()):
@@ -319,8 +320,9 @@ class _OwnLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the derivatives by the tensors."""
+        (grad_N,) = grads
         return None, None, None, *ctx.function.derivatives(grad_N, list(ctx.saved_tensors))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ....schemas.wire.array_codec import ARRAY_DTYPES
 from ....schemas.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
 from ....schemas.wire.errors import MessageError
+from ....schemas.wire.foreign import shown
 from ..advantages import AdvantageInputs
 from ..batch import BatchCalls
 from ..losses import LossInputs
@@ -108,13 +109,18 @@ def join_inputs(kind: Kind, values: Mapping[str, Any], arrays: Arrays) -> Any:
         for array in arrays.values():
             array.flags.writeable = kind == "filter"
         return _INPUTS[kind](**values, **arrays)
-    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors: dict[str, Any] = {name: to_tensor(array) for name, array in arrays.items()}
     inner = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_CALLS}.")}
     if inner:
         tensors[_CALLS] = BatchCalls(
             **{name.removeprefix(f"{_CALLS}."): value for name, value in inner.items()}
         )
     return _INPUTS[kind](**values, **tensors)
+
+
+def to_tensor(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor of the same memory."""
+    return cast(Tensor, torch.from_numpy(array))  # pyright: ignore[reportUnknownMemberType]
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
@@ -140,7 +146,7 @@ def send(
     for array in arrays.values():
         if array.nbytes:
             _wait(connection, deadline)
-            connection.sendall(memoryview(array).cast("B"))
+            connection.sendall(array.data.cast("B"))
 
 
 def receive(
@@ -158,15 +164,15 @@ def receive(
     length = int.from_bytes(_exactly(connection, _LENGTH_BYTES, deadline), "little")
     if length > max_head_bytes:
         raise MessageError(f"a message of {length:,} bytes, more than {max_head_bytes:,}")
-    head = unpack(_exactly(connection, length, deadline), max_bytes=max_head_bytes)
-    match head:
-        case {"message": dict() as message, "arrays": list() as listed}:
-            arrays = _described(cast("list[Any]", listed), max_array_bytes)
-        case _:
-            raise MessageError("a message without its map, or without the list of its arrays")
+    head = cast("object", unpack(_exactly(connection, length, deadline), max_bytes=max_head_bytes))
+    fields = cast("dict[str, Any]", head) if isinstance(head, dict) else {}
+    message, listed = fields.get("message"), fields.get("arrays")
+    if not isinstance(message, dict) or not isinstance(listed, list):
+        raise MessageError("a message without its map, or without the list of its arrays")
+    arrays = _described(cast("list[Any]", listed), max_array_bytes)
     for array in arrays.values():
         if array.nbytes:
-            _fill(connection, memoryview(array).cast("B"), deadline)
+            _fill(connection, array.data.cast("B"), deadline)
     return cast("dict[str, Any]", message), arrays
 
 
@@ -174,16 +180,9 @@ def _described(listed: list[Any], max_bytes: int) -> Arrays:
     """Return arrays, not yet filled, as a message describes them; raises MessageError."""
     arrays: Arrays = {}
     for item in listed:
-        match item:
-            case [str() as name, str() as dtype, list() as shape] if (
-                name not in arrays
-                and dtype in ARRAY_DTYPES
-                and len(cast("list[Any]", shape)) <= _MAX_DIMS
-                and all(type(n) is int and n >= 0 for n in cast("list[Any]", shape))
-            ):
-                sizes = cast("list[int]", shape)
-            case _:
-                raise MessageError("an array whose name, dtype or shape cannot be read")
+        name, dtype, sizes = _description(item)
+        if name in arrays:
+            raise MessageError(f"two arrays of the name {shown(name)}")
         max_bytes -= math.prod(sizes) * np.dtype(dtype).itemsize
         if max_bytes < 0:
             raise MessageError("arrays of more bytes than the inputs allow")
@@ -191,9 +190,21 @@ def _described(listed: list[Any], max_bytes: int) -> Arrays:
     return arrays
 
 
-def _exactly(connection: socket.socket, length: int, deadline: float | None) -> bytearray:
-    received = bytearray(length)
-    _fill(connection, memoryview(received), deadline)
+def _description(item: Any) -> tuple[str, str, list[int]]:
+    """Return name, dtype and shape of an array; raises MessageError."""
+    try:
+        name, dtype, sizes = item
+        is_known = type(name) is str and dtype in ARRAY_DTYPES and len(sizes) <= _MAX_DIMS
+        if is_known and all(type(size) is int and size >= 0 for size in sizes):
+            return name, dtype, sizes
+    except (TypeError, ValueError):
+        pass
+    raise MessageError("an array whose name, dtype or shape cannot be read")
+
+
+def _exactly(connection: socket.socket, length: int, deadline: float | None) -> memoryview:
+    received = memoryview(bytearray(length))
+    _fill(connection, received, deadline)
     return received
 
 

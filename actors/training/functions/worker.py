@@ -34,6 +34,7 @@ from .wire import (
     receive,
     send,
     to_array,
+    to_tensor,
 )
 
 ENTRY_POINTS = "tinkermq.algorithms"
@@ -63,7 +64,7 @@ class FunctionServer:
                 case "call":
                     return self._called(request, arrays)
                 case _:
-                    return {}, self._derivatives(torch.from_numpy(arrays["grad_N"]))
+                    return {}, self._derivatives(to_tensor(arrays["grad_N"]))
         except torch.OutOfMemoryError as error:
             return {"out_of_memory": words_of(error)}, {}
         except ConfigError as error:
@@ -101,7 +102,8 @@ class FunctionServer:
         if self._graph is None:
             raise ConfigError("has no loss to derive")
         (loss_N, inputs), self._graph = self._graph, None
-        grads = torch.autograd.grad(loss_N, inputs, grad_N, allow_unused=True)
+        derive = cast("Callable[..., tuple[Tensor | None, ...]]", torch.autograd.grad)
+        grads = derive(loss_N, inputs, grad_N, allow_unused=True)
         return {
             str(place): to_array(torch.zeros_like(of) if grad is None else grad)
             for place, (of, grad) in enumerate(zip(inputs, grads, strict=True))
@@ -177,8 +179,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner ends this process
     torch.set_num_threads(int(sys.argv[1]))
     connection = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - descriptors
-        os.dup2(nothing.fileno(), 0)
+    os.close(0)
     os.dup2(2, 1)  # what a function prints is in the learner's log
     server = FunctionServer()
     while True:
