@@ -12,7 +12,7 @@ Shape letters: N generated tokens, I tasks.
 """
 
 # torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownMemberType=false
 
 import threading
 import time
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ....envs.sandbox.piped import PipedProgram
 from ....schemas.config.job import JobConfig
@@ -319,7 +318,6 @@ class _OwnLoss(torch.autograd.Function):
         return function.loss_values(inputs, derived)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the derivatives by the tensors."""
         (grad_N,) = grads

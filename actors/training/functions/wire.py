@@ -120,7 +120,7 @@ def join_inputs(kind: Kind, values: Mapping[str, Any], arrays: Arrays) -> Any:
 
 def to_tensor(array: NDArray[Any]) -> Tensor:
     """Return an array as a tensor of the same memory."""
-    return cast(Tensor, torch.from_numpy(array))  # pyright: ignore[reportUnknownMemberType]
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
