@@ -16,6 +16,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import given_section
 from ...schemas.local.disk import with_room
+from ...schemas.metric import LOST_STEPS
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
 from ..policy.devices import own_card, own_device
@@ -313,6 +314,7 @@ async def _report_rewound(context: JobContext, start: StartingPoint, used: str) 
         step=last,
         lost_steps=max(reported - last, 0),
     )
+    context.numbers[LOST_STEPS] = float(max(reported - last, 0))
     await asyncio.to_thread(forget_reported, context.run_dir, last)
 
 

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from ...broker.feed import recent_values, run_row
 from ...broker.presence import list_presences
 from ...schemas.job import FINAL_STATES, JobRecord, held_slots, slot_seconds
-from ...schemas.metric import Presence
+from ...schemas.metric import LOST_STEPS, Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, TinkermqError
 from ..follow import RunProgress
 from ..pool import Pool
@@ -183,6 +183,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "trouble": _describe_failure(record, actors) if live else "",
         "waits_for": learner.waits_for if learner is not None else "",
         "missing": _describe_missing(actors),
+        "rewound": describe_rewound(actors),
         "run_dir": record.run_dir,
     }
 
@@ -194,6 +195,17 @@ def _describe_missing(actors: Sequence[Presence]) -> str:
         return ""
     since, first = min(waits, key=lambda wait: wait[0])
     return f"{first.actor} waits for {first.waits_for}, for {duration(time.time() - since)}"
+
+
+def describe_rewound(actors: Sequence[Presence]) -> str:
+    """Describe a run whose broker's store was set back; empty: it was not."""
+    lost = next((item.numbers[LOST_STEPS] for item in actors if LOST_STEPS in item.numbers), None)
+    if lost is None:
+        return ""
+    return (
+        f"the broker's store was set back and lost {lost:.0f} steps, which are trained anew (event "
+        "`store_rewound`)"
+    )
 
 
 def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:
@@ -235,6 +247,8 @@ def _describe_reason(row: dict[str, Any]) -> str:
         return str(row["missing"])
     if row["trouble"]:
         return str(row["trouble"])[:_WHY_CHARACTERS]
+    if row["rewound"]:
+        return str(row["rewound"])
     first = row["reason"].splitlines()[0] if row["reason"] else ""
     return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
 

@@ -185,6 +185,8 @@ class StackOptions:
     """Address that the broker listens on."""
     port: int | None = None
     """Port of the broker that is started; None takes a free one."""
+    sync_interval: str = "always"
+    """How often the broker that is started syncs its store to the disk."""
     tls_cert: Path | None = None
     """Certificate of the broker; None: connections are not encrypted."""
     tls_key: Path | None = None
@@ -207,6 +209,7 @@ class StackOptions:
             ("--nats-url", self.nats_url),
             ("--host", self.host),
             ("--port", self.port),
+            ("--sync-interval", self.sync_interval),
             ("--tls-cert", self.tls_cert),
             ("--tls-key", self.tls_key),
             ("--slots", self.slots),
@@ -317,6 +320,7 @@ class Supervisor:
             self.home.store,
             host=options.host,
             port=options.port,
+            sync_interval=options.sync_interval,
             tls=tls,
             extra_config=self.secrets.server_config() if self.secrets.exist else "",
         )
@@ -520,6 +524,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser.add_argument("--nats-url")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
+    parser.add_argument("--sync-interval", default="always")
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--slots", type=int)

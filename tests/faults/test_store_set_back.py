@@ -4,15 +4,20 @@ As after a loss of power, since nats-server confirms before its disk has a messa
 meanwhile knows more than the broker, and so do the checkpoints in the run's folder.
 """
 
+import asyncio
+import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.schemas.metric import LOST_STEPS
 
-from tests.support.configs import small_job
+from tests.support.configs import REPOSITORY, small_job
 from tests.support.jobs import Job
 from tests.support.proofs import (
     assert_every_position_once,
@@ -54,7 +59,21 @@ async def _ends_whole(job: Job) -> None:
     await assert_every_task_once(job)
     await assert_every_position_once(job)
     await assert_replay_is_identical(job)
-    assert [metric.step for metric in await job.metrics()] == list(range(1, NUM_STEPS + 1))
+    assert {metric.step for metric in await job.metrics()} == set(range(1, NUM_STEPS + 1))
+
+
+async def _tells(job: Job) -> bool:
+    return any(LOST_STEPS in one.numbers for one in (await job.actors()).values())
+
+
+async def _asked(stack: Stack, command: str) -> Any:
+    """Return what a command prints as JSON."""
+    words = [f"{sys.prefix}/bin/tinkermq", command, "--json", "--nats-url", stack.server.url]
+    asked = await asyncio.create_subprocess_exec(
+        *words, cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE
+    )
+    answer, _ = await asked.communicate()
+    return json.loads(answer)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["learner-lives", "learner-dies"])
@@ -72,6 +91,13 @@ async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
             os.kill(pid, signal.SIGKILL)
         told = await job.until_event("store_rewound")
         assert told.data["lost_steps"] >= 4
+        await job.eventually(lambda: _tells(job), "a heartbeat that tells the lost steps")
+        [row] = await _asked(stack, "ps")
+        assert "the broker's store was set back and lost" in row["rewound"]
+        shown = {
+            check["name"]: check["detail"] for check in (await _asked(stack, "doctor"))["checks"]
+        }
+        assert "1 runs have lost" in shown["logs of runs"]
         record = await job.read()
         assert record.losses == 0
         await _ends_whole(job)
@@ -104,7 +130,7 @@ async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
         job = await _started(stack, model)
         await job.until_step(12)
         stack.server.kill()
-        [folder] = stack.server.store_dir.glob(f"jetstream/*/streams/{job.scope.stream_rollout}")
+        [folder] = stack.server.store_dir.glob(f"**/streams/{job.scope.stream_rollout}")
         block = max(folder.glob("msgs/*.blk"), key=lambda path: int(path.stem))
         os.truncate(block, int(block.stat().st_size * share))
         stack.server.start()
