@@ -111,9 +111,9 @@ async def replay(
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     recorded_steps = {item.step for item in todo}
-    if lacking := [n for n in range(state.step + 1, last_step + 1) if n not in recorded_steps]:
+    if missing := [n for n in range(state.step + 1, last_step + 1) if n not in recorded_steps]:
         raise NotFoundError(
-            f"run {record.name!r} has no record of step {lacking[0]}",
+            f"run {record.name!r} has no record of step {missing[0]}",
             hint="the broker's store was set back (event `store_rewound`), and its checkpoints "
             "were newer: such a run cannot be replayed",
         )

@@ -416,8 +416,8 @@ def forget_reported(run_dir: Path, behind: int) -> None:
     """Remove the numbers of steps after `behind` from the run's metrics.jsonl."""
     file, draft = run_dir / "metrics.jsonl", run_dir / ".metrics.jsonl"
     if file.is_file():
-        kept = [entry for entry in read_objects(file) if int(entry.get("step", 0)) <= behind]
-        draft.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        entries = [entry for entry in read_objects(file) if int(entry.get("step", 0)) <= behind]
+        draft.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         draft.replace(file)
 
 
