@@ -128,7 +128,8 @@ def _check_rows(config: JobConfig) -> str:
             longest = max(longest, len(tokens.token_ids))
             number += 1
         some = "" if number == len(data) else f" the first {number:,} of"
-        return f"sft.data:{some} {len(data):,} rows, up to {longest} tokens"
+        lengths = f"sft.data:{some} {len(data):,} rows, up to {longest} tokens"
+        return "; ".join(filter(None, (lengths, data.note)))
 
 
 def _check_weights(model: ModelConfig) -> str:

@@ -55,16 +55,20 @@ class InstantEngine:
     """Answers with letters, at once."""
 
     async def generate(
-        self, prompt_ids: Any, sampling: Sampling, *, on_token: OnToken, **_: Any
+        self, prompt_ids: Any, sampling: Sampling, *, on_token: OnToken | None, **_: Any
     ) -> Generation:
         """Return an answer of `_GENERATED` tokens."""
         del prompt_ids
         ids = np.full(_GENERATED, 70, np.int32)
         ids[-1] = sampling.stop_token_ids[0]
-        for token in ids:
-            on_token(Drawn(int(token), -1.0, 3))
+        if on_token is not None:
+            for token in ids:
+                on_token(Drawn(int(token), -1.0, 3))
         zeros = np.zeros(_GENERATED, np.int32)
         return Generation(ids, zeros.astype(np.float32) - 1, zeros + 3, "stop")
+
+    def cancel(self, request_id: str) -> None:
+        """End nothing: every answer is complete."""
 
     def release(self, conversation: str) -> None:
         """Keep nothing."""

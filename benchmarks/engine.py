@@ -241,10 +241,6 @@ async def rl_step(folder: str, repeats: int, report: Report) -> None:
     times = [(await run_engine(engine, load)).seconds for _ in range(repeats)]
     await engine.close()
     model_s = median(model_only(folder, prompts) for _ in range(5))
-    report.note(
-        f"RL step, 16 prompts × 16 samples × 3 tokens, 0.4 M: median {median(times) * 1e3:.1f} ms, "
-        f"best {min(times) * 1e3:.1f} ms; the same forward passes alone {model_s * 1e3:.1f} ms."
-    )
     report.at_most(
         "an RL step's generation over its forward passes alone", median(times) / model_s, None
     )
@@ -284,14 +280,8 @@ async def swap(folder: str, report: Report) -> None:
     pauses = dict[str, float]()
     swaps: list[tuple[int, KvOnSwap]] = [(1, "keep"), (2, "keep"), (3, "recompute")]
     for version, kv in swaps:
-        started = time.perf_counter()
         await engine.load_weights(version, weights, kv)
-        took = time.perf_counter() - started
         pauses[kv] = max(pauses.get(kv, 0.0), 1e3 * engine.stats().last_pause_s)
-        report.note(
-            f"Swap of {size:,.0f} MB, {kv}: decoding stood still "
-            f"{engine.stats().last_pause_s * 1e3:.2f} ms, load took {took * 1e3:.0f} ms."
-        )
         await asyncio.sleep(0.2)
     for request in range(8):
         engine.cancel(str(request))

@@ -98,7 +98,6 @@ async def start_times(stack: Stack, *, quick: bool, report: Report) -> None:
         config = addition_job(warm_model("addition", quick=quick), 2)
         times.append(await asyncio.to_thread(first_step_s, stack, config))
         await asyncio.to_thread(stack.processes["client"].wait, 60)
-    report.note(f"From `train` to the first step: {', '.join(f'{t:.1f} s' for t in times)}.")
     report.at_most("from `train` to the first optimiser step, median", median(times), 20.0, "s")
 
 

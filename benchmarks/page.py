@@ -10,20 +10,23 @@ Result = dict[str, Any]
 _HEAD = """\
 # Benchmarks
 
-Written by `make bench`, which runs `python -m benchmarks` on an otherwise idle machine (`--quick`
-only checks that the scripts run). Figures are ratios to a peer or limit measured in the same run,
-because absolute figures differ between machines; parentheses hold their targets.
+For those who compare: ratios to a peer or limit measured in the same run, with their targets in
+parentheses. `make bench` writes this page; each script prints its tables too.
 """
 
-
-_LEFT_OUT = (
-    "CPU milliseconds per step",
-    "Idle processes",
-    "Resident megabytes",
-    "Streams and buckets",
-    "What a step costs",
+_WITH_TABLES = (
+    "against_trl",
+    "against_trl_environment",
+    "against_trl_language_model",
+    "engine",
+    "engine_language",
+    "gomoku",
+    "real_times",
+    "scheduler",
+    "tinker_peer",
+    "vllm",
 )
-"""Tables that scripts print for finding a cause; the page has their figures."""
+"""Results whose tables the page shows; of the others it has the figures only."""
 
 
 def page(results: Sequence[Result]) -> str:
@@ -61,16 +64,14 @@ def _summary(results: Sequence[Result]) -> str:
 
 
 def _section(result: Result) -> str:
-    when = f"{result['date']}, {result['seconds']} s, commit `{result['machine']['commit']}`"
+    when = f"{result['date'].split()[0]}, commit `{result['machine']['commit']}`"
     parts = [
         f"## {result['name'].replace('_', '-')}",
         "",
         f"{result['title']}: `{result['command']}` ({when})",
         "",
     ]
-    for table in result["tables"]:
-        if any(title in table["title"] for title in _LEFT_OUT):
-            continue
+    for table in result["tables"] if result["name"] in _WITH_TABLES else ():
         parts += [f"{table['title']}:", "", _table(table["columns"], table["rows"])]
     for figure in result["figures"]:
         if not figure["target"] and _is_in_a_table(figure, result["tables"]):

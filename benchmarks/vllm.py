@@ -152,7 +152,7 @@ async def publish_to_token(
             serving = asyncio.create_task(sender.serve())
             holder = sender if transport == "nccl" else None
             store = WeightStore(learner, scope, transport, holder=holder, shared_bytes=room)
-            taking = WeightStore(generator, scope, shared_bytes=room)
+            taking = WeightStore(generator, scope, transport, shared_bytes=room)
             times: list[float] = []
             for version in range(10, 13):
                 tensors = snapshot({MAIN: model}, torch.float32)

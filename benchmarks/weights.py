@@ -25,6 +25,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -170,7 +171,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
             fast_shared = WeightStore(
                 learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room, sha256=False
             )
-            file_store = WeightStore(learner, SCOPE, "file", folder=Path(folder) / "weights")
+            files = Path(folder) / "weights"
+            file_store = WeightStore(learner, SCOPE, "file", folder=files)
+            file_reader = WeightStore(generator, SCOPE, "file", folder=files)
             sender = Sender(learner, SCOPE, Path(folder) / "held")
             service = await Service.start(learner, name="learner", description="a learner")
             await sender.open(service)
@@ -182,7 +185,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
                 "one machine": (shared, beside),
                 "no SHA-256": (fast, reader),
                 "one machine, no SHA-256": (fast_shared, beside),
-                "file": (file_store, reader),
+                "file": (file_store, file_reader),
                 "memory to memory": (memory_store, member),
             }
             for version in range(arguments.rounds):
@@ -257,13 +260,14 @@ class Arrival:
     first_token: float
 
 
-async def serve_generator(url: str, folder: str, num_running: int) -> None:
+async def serve_generator(url: str, folder: str, num_running: int, weights: str | None) -> None:
     """Follow the versions, and print when each has come and drawn its first token, for ever."""
     torch.set_num_threads(ALL_CORES)
     slots = num_running + 1
     engine = await TransformersEngine.start(folder, max_slots=slots, max_context=CONTEXT)
     async with await connect(url, name="generator") as broker, asyncio.TaskGroup() as tasks:
-        store = WeightStore(broker, SCOPE, shared_bytes=ROOM_BYTES)
+        transport = "file" if weights else "object"
+        store = WeightStore(broker, SCOPE, transport, folder=weights, shared_bytes=ROOM_BYTES)
         follower = WeightFollower(store, {MAIN: engine}, "keep")
         tasks.create_task(follower.follow_versions())
         for number in range(num_running):
@@ -289,30 +293,30 @@ async def publish_versions(
 ) -> list[Arrival]:
     """Publish versions to a generator of its own process, one after the other."""
     transport, num_running = WAYS[way]
+    weights = tempfile.mkdtemp()
     generator = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "benchmarks.weights", "--serve-generator", url),
         *("--model", folder, "--running", str(num_running)),
+        *(("--weights", weights) if transport == "file" else ()),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": str(ALL_CORES)},
     )
     assert generator.stdout is not None
     try:
         assert await generator.stdout.readline() == b"ready\n"
-        with tempfile.TemporaryDirectory() as weights:
-            async with await connect(url, name="learner") as learner:
-                await create_job_streams(learner, SCOPE, LimitsConfig(), weights_bytes=64 << 30)
-                store = WeightStore(
-                    learner, SCOPE, transport, folder=weights, shared_bytes=ROOM_BYTES
-                )
-                return [
-                    await publish_one(store, model, version, generator.stdout)
-                    for version in range(rounds)
-                ]
+        async with await connect(url, name="learner") as learner:
+            await create_job_streams(learner, SCOPE, LimitsConfig(), weights_bytes=64 << 30)
+            store = WeightStore(learner, SCOPE, transport, folder=weights, shared_bytes=ROOM_BYTES)
+            return [
+                await publish_one(store, model, version, generator.stdout)
+                for version in range(rounds)
+            ]
     finally:
         if generator.returncode is None:
             generator.kill()
         await generator.wait()
+        shutil.rmtree(weights)
 
 
 async def publish_one(
@@ -397,9 +401,11 @@ def main() -> None:
     options.add_argument("--serve-generator", help=argparse.SUPPRESS)
     options.add_argument("--model", help=argparse.SUPPRESS)
     options.add_argument("--running", type=int, default=0, help=argparse.SUPPRESS)
+    options.add_argument("--weights", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.serve_generator:
-        uvloop.run(serve_generator(arguments.serve_generator, arguments.model, arguments.running))
+        told = arguments.model, arguments.running, arguments.weights
+        uvloop.run(serve_generator(arguments.serve_generator, *told))
         return
     if arguments.quick:
         arguments.mb, arguments.rounds = 20, 1

@@ -353,13 +353,13 @@ class AlgorithmConfigDict(TypedDict, total=False):
     filter_equal_rewards: bool
     """Drop groups with equal rewards; each gives its admission credit back (DAPO)."""
     overlong_buffer: int
-    """Soft penalty over the last tokens before the limit (`rollout.max_turn_tokens` for one-turn episodes, else `rollout.max_response_tokens`); 0: none."""
+    """Soft penalty over the last tokens before the limit (`rollout.max_turn_tokens` for one-turn episodes, else `rollout.max_response_tokens`), by the tokens that the policy generated; 0: none."""
     overlong_factor: float
     """Largest overlong penalty, at the limit."""
     overlong_filter: bool
     """Leave episodes cut by a token limit out of all losses and their divisors (DAPO); their rewards still count in group mean and std."""
     length_coef: float
-    """Reward shorter episodes of a group by up to half of this; unsolved ones (`evaluation.success_reward`) only lose by length (Kimi k1.5)."""
+    """Reward episodes of a group with fewer generated tokens by up to half of this; unsolved ones (`evaluation.success_reward`) only lose by length (Kimi k1.5)."""
 
 class CriticConfigDict(TypedDict, total=False):
     path: str | None

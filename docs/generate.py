@@ -13,7 +13,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast, get_args
 
 import tinkermq.schemas
 import tinkermq.schemas.tinker
@@ -36,6 +36,8 @@ _COMMON = 3
 """Messages that must declare a key alike before it is explained once for all."""
 _EMPTY = {"`null`", "`false`", "`0`", "`0.0`", '`""`', "`b''`", "`[]`", "`{}`", ""}
 """Defaults of messages' keys that are not shown."""
+_OUTSIDE = re.compile("client|admin|user|invited|external agent|anyone")
+"""In a route: a sender or receiver that is not a process of the pool."""
 _NOTATION = """\
 `text[]` is a list of texts, `map[int]` a map from texts to integers; bounds of texts, lists and \
 maps are those of their length."""
@@ -61,13 +63,18 @@ def pages() -> dict[str, str]:
 
 def messages_page() -> str:
     """Return the reference of subjects, stores, messages and errors."""
-    modules = list(message_modules())
+    shown = public_messages()
+    modules = [
+        (title, [model for model in models if model in shown])
+        for title, models in message_modules()
+    ]
     common = _common_keys([model for _, models in modules for model in models])
     parts = [
         "# Messages",
         _WRITTEN.format(source="`schemas/`"),
-        "For those who read or write the pool's messages with tools of their own: every subject, "
-        "stream, bucket and message.",
+        "For those who read or write the pool's messages with tools of their own. A message named "
+        "without a link goes only from one process of the pool to another; its class in "
+        "`schemas/` explains its keys.",
         _encoding(),
         "## Subjects",
         f"`<u>` is the user, `<j>` the job id, `<n>` a task number, `<e>` an episode id. A request "
@@ -75,17 +82,18 @@ def messages_page() -> str:
         f"for a user sends on `{acting('<admin>', '<u>', 'scheduler', '<method>')}`, and likewise "
         f"for `store` and `ctl` (`{acting('<admin>', '<u>', '<j>', 'ctl.<actor>')}`). No one else "
         "may, so the subject always names the sender.",
-        *_subjects(),
+        *_subjects(shown),
         "## Streams and buckets",
         "Each job has its own stores with `<u>` and `<j>` in the name. All jobs share the others.",
-        _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows()),
+        _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows(shown)),
         "## Common keys",
         "These keys mean the same in every message that lists their names without a type.",
         "\n".join(common.values()),
     ]
     for title, models in modules:
-        parts.append(f"## {title}")
-        parts += [_message(model, common) for model in models]
+        if models:
+            parts.append(f"## {title}")
+            parts += [_message(model, common) for model in models]
     return (
         "\n\n".join(
             [
@@ -116,10 +124,42 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
             yield title, models
 
 
+def public_messages() -> set[type[Message]]:
+    """Return the messages that are stored, or that others than the pool's processes see.
+
+    What these extend and hold is included.
+    """
+    topics = [topic for topic in TOPICS if topic.kind == "stream" or _OUTSIDE.search(topic.route)]
+    waiting = [topic.message for topic in topics] + [topic.reply for topic in topics]
+    waiting += [store.message for store in STORES]
+    found: set[type[Message]] = set()
+    while waiting:
+        model = waiting.pop()
+        if model is None or model in found:
+            continue
+        found.add(model)
+        waiting += [base for base in model.__mro__ if _is_own(base)]
+        for field in model.model_fields.values():
+            waiting += _messages_in(field.annotation)
+    return found
+
+
+def _messages_in(annotation: object) -> Iterator[type[Message]]:
+    """Yield the messages that a type holds, such as that of `list[Task] | None`."""
+    if _is_own(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _messages_in(part)
+
+
+def _is_own(value: object) -> TypeGuard[type[Message]]:
+    """Whether a type is a message with keys of its own."""
+    is_message = isinstance(value, type) and issubclass(value, Message)
+    return is_message and value not in (Message, Request)
+
+
 def _is_message(value: object, module: types.ModuleType) -> bool:
-    if not (isinstance(value, type) and issubclass(value, Message)):
-        return False
-    return value is not Message and value.__module__ == module.__name__
+    return _is_own(value) and value.__module__ == module.__name__
 
 
 def _encoding() -> str:
@@ -152,27 +192,31 @@ def _dtypes() -> str:
     return _cell(", ".join(f"`{name}`" for name in sorted(array_codec.ARRAY_DTYPES)))
 
 
-def _subjects() -> Iterator[str]:
+def _subjects(shown: set[type[Message]]) -> Iterator[str]:
     """Yield a heading for each route, and the subjects on it."""
     groups: dict[str, list[str]] = {}
     for topic in TOPICS:
         kind = "" if topic.kind == "request" else f" ({topic.kind})"
-        reply = f" → {_link(topic.reply)}" if topic.reply else ""
-        line = f"- `{topic.subject}`: {_link(topic.message)}{reply}"
+        reply = f" → {_link(topic.reply, shown)}" if topic.reply else ""
+        line = f"- `{topic.subject}`: {_link(topic.message, shown)}{reply}"
         groups.setdefault(f"**{topic.route}**{kind}", []).append(line)
     for heading, lines in groups.items():
         yield f"{heading}\n\n" + "\n".join(lines)
 
 
-def _store_rows() -> list[tuple[str, ...]]:
+def _store_rows(shown: set[type[Message]]) -> list[tuple[str, ...]]:
     return [
-        (f"`{store.name}`", store.kind, store.entries, _link(store.message), store.keeps)
+        (f"`{store.name}`", store.kind, store.entries, _link(store.message, shown), store.keeps)
         for store in STORES
     ]
 
 
-def _link(model: type[Message] | None) -> str:
-    return f"[{model.__name__}](#{model.__name__.lower()})" if model else ""
+def _link(model: type[Message] | None, shown: set[type[Message]]) -> str:
+    """Return the name of a message, with a link if the page has its keys."""
+    if model is None:
+        return ""
+    name = model.__name__
+    return f"[{name}](#{name.lower()})" if model in shown else f"`{name}`"
 
 
 def _message(model: type[Message], common: dict[str, str]) -> str:

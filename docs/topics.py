@@ -125,12 +125,10 @@ from tinkermq.schemas.tinker.operation import (
 )
 from tinkermq.schemas.tinker.sampling import (
     AwaitSample,
-    FetchSnapshot,
     FindSnapshot,
     FoundSnapshot,
     SampleRequest,
     SampleTaken,
-    SnapshotPart,
 )
 from tinkermq.schemas.user import (
     AddUser,
@@ -368,8 +366,8 @@ TOPICS: tuple[Topic, ...] = (
     _job(_SCOPE.snapshot("find"), FindSnapshot, FoundSnapshot, "sampler → trainer"),
     _job(
         _SCOPE.snapshot("fetch"),
-        FetchSnapshot,
-        SnapshotPart,
+        FetchFile,
+        FilePart,
         "sampler → trainer, on different disks",
     ),
     _job(

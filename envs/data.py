@@ -38,6 +38,16 @@ class ChatRow:
     """Schemas of the tools that the assistant could call."""
     where: str = ""
     """File and row."""
+    trained: frozenset[int] = frozenset()
+    """Indices of the assistant's messages that are learnt."""
+
+
+TRAINED_KEYS = ("weight", "trainable", "train", "training", "loss")
+"""Keys of a message that say whether it is learnt, in the formats of OpenAI and others."""
+_KNOWN_KEYS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "id", "images"}
+    | {"reasoning_content", "reasoning", "thinking"}
+)
 
 
 class ChatData:
@@ -46,6 +56,8 @@ class ChatData:
     def __init__(self, paths: Sequence[str | Path]) -> None:
         """Open the files; DataError names an unusable file and the reason."""
         self._rows = Dataset(paths, check=_check_columns)
+        self.unknown_keys = dict[str, str]()
+        """Keys of messages that may have no effect, and the first row that has each."""
 
     def __len__(self) -> int:
         """Return the number of conversations."""
@@ -55,22 +67,60 @@ class ChatData:
         """Decode a row; DataError for one without a conversation."""
         row, where = self._rows.row(number)
         messages = read_conversation(row.get("messages"), Origin("messages", where))
-        seen = _with_images(messages, row, where)
-        return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where)
+        trained = frozenset(n for n, item in enumerate(messages) if _is_trained(item, n, where))
+        plain = [{k: v for k, v in item.items() if k not in TRAINED_KEYS} for item in messages]
+        for key in {key for item in plain for key in item} - _KNOWN_KEYS:
+            self.unknown_keys.setdefault(key, where)
+        seen = _with_images(plain, row, where)
+        return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where, trained)
 
     def check_row(self, number: int) -> ChatRow:
-        """Decode a row; DataError also for one without a text of the assistant."""
+        """Decode a row; DataError also for one without a message that is learnt."""
         row = self.row(number)
-        if not any(message["role"] == "assistant" for message in row.messages):
+        if not row.trained:
             raise DataError(
-                f"no assistant message has text in {row.where}",
-                hint="only the assistant's text is learnt: leave the row out",
+                f"no assistant message is learnt in {row.where}",
+                hint="only the assistant's messages are learnt, except those that a key "
+                f"({', '.join(TRAINED_KEYS)}) excludes: leave the row out",
             )
         return row
+
+    @property
+    def note(self) -> str:
+        """Describe the keys of messages, in the rows read so far, that may have no effect."""
+        keys = [f"{key!r:.40} ({where})" for key, where in sorted(self.unknown_keys.items())]
+        if not keys:
+            return ""
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        return f"keys of messages that only a chat template may read: {', '.join(keys[:5])}{more}"
 
     def close(self) -> None:
         """Close the files."""
         self._rows.close()
+
+
+def _is_trained(message: Mapping[str, Any], number: int, where: str) -> bool:
+    """Return whether a message is learnt; DataError names a key that cannot be honoured."""
+    is_assistant = message["role"] == "assistant"
+    is_trained = is_assistant
+    for key in TRAINED_KEYS:
+        value = message.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise DataError(
+                f"{where}: message {number} has {key} {value!r:.40}",
+                hint="it must be 0 or false (not learnt), or 1 or true: messages are learnt with "
+                "equal weight",
+            )
+        if value and not is_assistant:
+            raise DataError(
+                f"{where}: message {number} has {key} {value!r}, and its role is "
+                f"{message['role']!r:.40}",
+                hint="only messages of the assistant are learnt: remove the key",
+            )
+        is_trained = is_trained and bool(value)
+    return is_trained
 
 
 def _check_columns(columns: Iterable[str], where: str) -> None:

@@ -174,7 +174,6 @@ class RewardedBranch(Message):
     role: str = ""
     """Branches of equal roles are compared."""
     reward: float = 0.0
-    """The posted reward."""
 
 
 class CallPlaces(Message):

@@ -47,7 +47,6 @@ class CheckResult(Message):
     """Result of one check."""
 
     name: str
-    """What was checked."""
     outcome: Outcome
     """ok; note: ok, with something worth knowing; failed; skipped: it does not apply here."""
     detail: str = ""

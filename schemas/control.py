@@ -27,9 +27,7 @@ class ControlReply(Message):
     """Result of a control request."""
 
     actor: str
-    """The actor that answers."""
     step: int | None = None
-    """Its training step."""
     detail: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Such as paths of a checkpoint or of traces."""
 
@@ -40,7 +38,6 @@ class ReserveRequest(Message):
     count: int = Field(ge=1, le=10_000)
     """Groups that it will append."""
     source: str
-    """Name of the agent."""
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
     """Time after which unused numbers expire."""
 
@@ -49,7 +46,6 @@ class ReserveReply(Message):
     """Task numbers for an external agent."""
 
     tasks: list[int]
-    """Task numbers for the groups."""
     group_size: int
     """Required trajectories per group."""
     version: int

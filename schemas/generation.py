@@ -64,7 +64,6 @@ class Decoding(Message):
     seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
     """Seed of sampling; null: random. In an episode it has no effect."""
     num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    """Answers per prompt."""
     presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     """Subtracted from the logits of the answer's tokens."""
     frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
@@ -94,7 +93,6 @@ class TextRequest(Message):
     """Made by the caller, for cancelling."""
     decoding: Decoding = Field(default_factory=Decoding)
     stream: bool = False
-    """Stream tokens."""
     logprobs: bool = False
     """Return each token's text and log-prob."""
     token_ids: bool = False

@@ -29,7 +29,6 @@ class ChatRequest(TextRequest):
     """One of the job's adapters, as `run@step`; empty: its main model. Of a Tinker service: a
     checkpoint, `tinker://…`."""
     messages: list[ModelMessage] = Field(min_length=1)
-    """The conversation."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """As the chat template takes them."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
@@ -43,7 +42,6 @@ class CompletionRequest(TextRequest):
     """One of the job's adapters, as `run@step`; empty: its main model. Of a Tinker service: a
     checkpoint, `tinker://…`."""
     prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
-    """Texts or token ids."""
     add_special_tokens: bool = True
     """To texts, by the tokenizer."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
@@ -89,7 +87,6 @@ class PlayRequest(Message):
     session: str = Field(default="", max_length=64)
     """In which the caller hosts the game; empty: the job's environment hosts."""
     split: Split = "val"
-    """Data set of the sample."""
     sample: int | None = None
     """Data row; null: generated state."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -101,11 +98,8 @@ class PlayRequest(Message):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     max_turns: int | None = Field(default=None, ge=1, lt=2**31)
-    """Largest number of turns."""
     max_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Longest first prompt."""
     max_turn_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Generated tokens per turn."""
     max_response_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """After the first prompt, observations included."""
     deadline_s: float = Field(default=3600.0, gt=0, le=MAX_DEADLINE_S)

@@ -146,7 +146,6 @@ class JobRecord(Message):
     """The scheduler's record of a job, in the KV bucket of jobs."""
 
     job: str
-    """Job id."""
     name: str
     """Of the run and its folder."""
     user: str
@@ -190,7 +189,6 @@ class JobRecord(Message):
     stop_complete: bool = False
     """That stop ends the job as COMPLETED."""
     stopped_by: str = ""
-    """Who requested the stop."""
     place: int = 0
     """In the queue, from 1; in replies only."""
     version: int = 0
@@ -203,7 +201,6 @@ class JobRecord(Message):
     """Events not yet in its stream: all until the stream exists; later those of the scheduler's
     current round."""
     has_streams: bool = False
-    """Whether its streams exist."""
     stored_bytes: int = Field(default=0, ge=0)
     """Allowed to its streams while it lives; held after its end."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
@@ -302,7 +299,6 @@ class SubmitRequest(Request):
     """Made by the client; a repeated id returns the same job."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     config: dict[str, Any]
-    """Configuration (JobConfig)."""
     configured: bool = True
     """False: `configure` completes the configuration later."""
     fork_of: str | None = None
@@ -310,7 +306,6 @@ class SubmitRequest(Request):
     weights_only: bool = False
     """Use only its weights, as the initial model."""
     priority: Priority = 0
-    """Higher ones are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)
     """JobSecrets, sealed to the scheduler's key."""
     follow: str | None = None
@@ -367,7 +362,6 @@ class ScaleRequest(Request):
     job: str
     """Job id or run name."""
     role: Literal["generator", "environment", "server"]
-    """Which actors."""
     count: int = Field(ge=0, le=1024)
 
 
@@ -439,7 +433,6 @@ class TenantShare(Message):
     """One user's share of a service."""
 
     weight: float = 1.0
-    """Weight among the users."""
     tokens_left: int | None = None
     """null: no bound."""
 

@@ -171,9 +171,7 @@ class MachineStatus(Message):
     returned, or its time is up."""
     id: str = ""
     started: float | None = None
-    """Start."""
     ends: float | None = None
-    """End of its time."""
     why: str = ""
     """Why it waits, in the cluster's words."""
 
@@ -186,9 +184,7 @@ class MachineList(Message):
     least: int = Field(default=0, ge=0)
     """Machines that are kept when idle."""
     most: int = Field(default=0, ge=0)
-    """Largest number of machines."""
     slots: int = Field(default=0, ge=0)
-    """Slots per machine."""
     slot_hours: float = Field(default=0.0, ge=0)
     """Used since midnight (UTC), idle or not."""
     slot_hours_per_day: float | None = None

@@ -28,11 +28,9 @@ class Event(Message):
     kind: str
     """Such as `job_started` or `checkpoint_saved`."""
     source: str
-    """The actor that reports it."""
     message: str = ""
     """Text for people."""
     data: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further values."""
     time: float
     """Seconds since the epoch."""
 
@@ -41,11 +39,9 @@ class LogLines(Message):
     """Output of an actor, on `log.<actor>`."""
 
     actor: str
-    """Name of the actor."""
     attempt: int = Field(ge=1)
     """Number of the actor's start."""
     lines: list[str]
-    """Lines without line ends."""
     time: float
     """Seconds since the epoch."""
 
@@ -65,7 +61,6 @@ class EvalRecord(Message):
     values: dict[str, float] = Field(default_factory=dict[str, float])
     """Results: `val/mean_score`, `val/pass@k` …"""
     blame: str = ""
-    """Why it failed."""
 
     def named_at(self, at: str) -> str:
         """Return the key of its version."""
@@ -76,17 +71,13 @@ class EpisodeScore(Message):
     """What a validation counts of one episode; in a game with roles, of one role."""
 
     reward: float
-    """Its return."""
     success: bool
-    """Whether it counts as solved."""
     num_tokens: int = Field(ge=0)
     """Generated tokens; 0: a program's episode that failed."""
     num_turns: int = Field(ge=0)
-    """Turns of the policy."""
     kind: str = ""
     """Type of its task; in a game with roles, the role."""
     is_program: bool = False
-    """Whether a program played it."""
     outcome: str = ""
     """How a program's episode ended."""
     figures: dict[str, float] = Field(default_factory=dict[str, float])
@@ -97,19 +88,15 @@ class ValidationResult(Message):
     """What a validation task became, on `validation.result.<version>.<n>`."""
 
     version: int = Field(ge=0)
-    """The version that played."""
     task: int = Field(ge=0)
-    """Number of the task."""
     episodes: list[EpisodeScore | None] = Field(default_factory=list[EpisodeScore | None])
     """Its episodes; null for one whose tries all failed."""
     blame: Blame | None = None
     """Why the version cannot be validated; null: it was played."""
     source: str
-    """The actor that played it."""
     started: float
     """When it began, in seconds since the epoch."""
     finished: float
-    """When it ended."""
 
     def named_at(self, at: str) -> str:
         """Return the subject of its version and number."""
@@ -130,7 +117,6 @@ class Presence(Message):
     host: str
     pid: int
     state: str
-    """What it does."""
     waits_for: str = ""
     """Name of its current wait, and the other side."""
     missing_since: float | None = None

@@ -198,7 +198,6 @@ class DamagedRecord(Message):
     bucket: str
     key: str
     why: str
-    """What is wrong with it."""
 
 
 class DamagedRecords(Message):
@@ -207,7 +206,6 @@ class DamagedRecords(Message):
     records: list[DamagedRecord]
     """The first, by bucket and key."""
     total: int = Field(default=0, ge=0)
-    """Number of all."""
 
 
 class SchedulerLease(Message):

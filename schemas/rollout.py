@@ -120,7 +120,6 @@ class Trajectory(Message):
     info: dict[str, Any] = Field(default_factory=dict[str, Any])
     """`info` of the game's last step."""
     host: str = ""
-    """Environment host of the game."""
     data_source: str = ""
     """Data source of the row; scores are reported by it."""
     num_tries: int = Field(default=1, ge=1)
@@ -213,15 +212,12 @@ class Group(Message):
     images: list[bytes] = Field(default_factory=list[bytes])
     """Encoded images; messages refer to them by index."""
     error: Blame | None = None
-    """Why the task failed."""
     source: str
     """The generator or external agent."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     """What happened to KV caches at a weight swap."""
     started: float = 0.0
-    """Start of the first episode."""
     finished: float = 0.0
-    """End of the last episode."""
     tokens_wasted: int = Field(default=0, ge=0)
     """Generated tokens of failed tries."""
     tokens_continued: int = Field(default=0, ge=0)
@@ -506,7 +502,6 @@ class LoggedCall(Message):
     text: str | None = None
     """Text sent to the program, if not that of the tokens (cut at a stop text)."""
     finish: Literal["stop", "length"]
-    """Why it ended."""
     num_seen: int = Field(ge=0)
     """Calls that had ended when it was requested."""
     branch: str = Field(default="", max_length=32)
@@ -534,7 +529,6 @@ class Segment(Message):
     episode: str = ""
     """Episode id at its environment host."""
     host: str = Field(default="", pattern=f"^$|{NAME_PATTERN}")
-    """Environment host of the episode."""
     seed: int = Field(default=0, ge=0)
     """Seed of sampling; turns count up from it."""
     start: int = Field(ge=0)

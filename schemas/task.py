@@ -37,7 +37,6 @@ class Task(Message):
     version: int | None = Field(default=None, ge=0)
     """Version that it validates; null: a training task."""
     group_size: int = Field(ge=1, le=4096)
-    """Number of episodes."""
     issued: float = 0.0
     """By the learner; 0: a client made it."""
     greedy_baseline: bool = False
@@ -61,7 +60,6 @@ class Blame(Message):
     """Where and why something failed, with exactly one boundary."""
 
     boundary: Boundary
-    """The boundary that failed."""
     code: str
     """Stable error code."""
     message: str
@@ -82,7 +80,6 @@ class DeadLetter(Message):
     task: Task
     blame: Blame
     num_attempts: int = Field(ge=1)
-    """Number of tries."""
     source: str
     """The generator that gave up."""
     time: float
@@ -102,7 +99,6 @@ class Dropped(Message):
     task: int | None
     """null: the entry is malformed."""
     reason: DropReason
-    """Why it is not trained."""
 
 
 class BatchRecord(Message):
@@ -117,13 +113,11 @@ class BatchRecord(Message):
     seqs: list[int] = Field(min_length=1)
     """Of the rollout log, in training order."""
     tasks: list[int]
-    """Task numbers of `seqs`."""
     dropped: list[Dropped] = Field(default_factory=list[Dropped])
     """Entries skipped since the last record."""
     oldest: int = Field(default=0, ge=0)
     """Tokens of earlier versions are context only."""
     seed: int = Field(ge=0)
-    """Seed of the step's randomness."""
     microbatch_tokens: int = Field(default=0, ge=0)
     """Tokens per forward and backward pass of the step; 0: as configured."""
     digest: str

@@ -98,12 +98,10 @@ class Invitation(Message):
     code_hash: str
     """SHA-256 of the code, hexadecimal."""
     uses_left: int = Field(ge=0)
-    """Remaining uses."""
     expires: float
     key_days: float
     """Lifetime of the new users' keys in days; 0: for ever."""
     max_slots: int | None = None
-    """Slots of the new users."""
 
 
 RequestId = Annotated[str, Field(min_length=16, max_length=64)]
@@ -118,7 +116,6 @@ class AddUser(Request):
     user: str
     """Name."""
     role: UserRole = "user"
-    """Role."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
@@ -153,35 +150,20 @@ class SetQuota(Request):
     user: str
     """Name."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the pool."""
     max_priority: Priority | None = None
-    """Highest priority that the user's jobs may have."""
     max_slots: Wish = None
-    """See Quota, as all below; -1: no bound."""
     max_jobs: Wish = None
-    """Jobs that are kept."""
     max_live_jobs: Wish = None
-    """Jobs that have not ended."""
     max_actors: Wish = None
-    """Processes of jobs."""
     max_stored_bytes: Wish = None
-    """Bytes of streams."""
     max_record_bytes: Wish = None
-    """Bytes of records."""
     max_evaluations: Wish = None
-    """Evaluations."""
     max_tinker_tokens: Wish = None
-    """Tokens of programs that speak the Tinker API."""
     max_requests: Wish = None
-    """Requests at once."""
     max_connections: Wish = None
-    """Connections."""
     max_subscriptions: Wish = None
-    """Subscriptions."""
     max_messages_s: Wish = None
-    """Messages a second."""
     max_bytes_s: Wish = None
-    """Bytes a second."""
 
 
 class Invite(Request):
@@ -197,7 +179,6 @@ class Invite(Request):
     key_days: float = Field(default=365.0, ge=0)
     """Lifetime of the new users' keys in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
-    """Slots of the new users."""
 
 
 class Register(Request):
@@ -207,9 +188,7 @@ class Register(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     code: str = Field(max_length=200)
-    """The invitation's code."""
     user: str
-    """Requested name."""
 
 
 class NewKey(Message):
@@ -218,7 +197,6 @@ class NewKey(Message):
     secret: str
     """The API key, or the invitation's code."""
     user: str = ""
-    """Its user."""
     expires: float | None = None
     """null: never."""
 

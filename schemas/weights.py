@@ -1,9 +1,10 @@
 """Published weights: manifests and transfers."""
 
 import re
-from typing import Annotated, Literal
+import uuid
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .wire.message import Message, Request
 from .wire.subjects import JobScope
@@ -20,9 +21,21 @@ def manifest_key(version: int) -> str:
     return f"v{version}"
 
 
-def payload_label(scope: JobScope, what: str) -> str:
-    """Return the prefix of a job's weight files, since jobs may share a folder."""
-    return f"{what}-{scope.key}"
+def payload_label(version: int, base: int | None = None) -> str:
+    """Return the first part of the name of a version, or of its difference from a base."""
+    return f"v{version}-" if base is None else f"v{version}-from-v{base}-"
+
+
+def new_location(version: int, base: int | None = None) -> str:
+    """Return a new name for a version, or for its difference from a base."""
+    return f"{payload_label(version, base)}{uuid.uuid4().hex[:8]}"
+
+
+def weight_file(scope: JobScope, location: str) -> str:
+    """Return the name of a job's weight file, in a folder that several jobs may share."""
+    label, _, suffix = location.rpartition("-")
+    kind = "difference" if "-from-" in label else "safetensors"
+    return f"{label}-{scope.key}-{suffix}.{kind}"
 
 
 def payload_of(scope: JobScope) -> re.Pattern[str]:
@@ -55,38 +68,48 @@ class Difference(Message):
     num_bytes: int = Field(ge=0)
     digest: str
     """BLAKE3 of the difference itself."""
-    location: str
-    """Object name, or path."""
+    location: str = Field(pattern=r"^v[0-9]{1,18}-from-v[0-9]{1,18}-[0-9a-f]{8}$")
+    """Its name, which begins with both versions: that of an object, or a part of a file's."""
 
 
 class Manifest(Message):
     """Content of one version, in the KV bucket of the job's weights."""
 
     version: int = Field(ge=0)
-    """Policy version."""
     kind: Literal["full", "delta", "lora"] = "full"
     """full: the payload; lora: that of an adapter; delta: differences from other versions."""
     tensors: list[TensorEntry]
     """Layout of the payload."""
     num_bytes: int = Field(ge=0)
-    """Size of the payload."""
     digest: str
     """BLAKE3 of the payload, hexadecimal; of a delta, of its result; with `nccl`, a fingerprint
     computed on GPUs."""
     transport: Literal["object", "file", "nccl"]
-    """How it is transferred."""
-    location: str = ""
-    """Whole payload: object name, path, or the learner's name for it; empty for a delta."""
+    """How it is transferred; receivers use it only if it is the job's own (`weights.transport`)."""
+    location: str = Field(default="", pattern=r"^(v[0-9]{1,18}-[0-9a-f]{8})?$")
+    """Name of the whole payload, which begins with its version: that of an object, a part of a
+    file's, or the learner's; empty for a delta."""
     differences: list[Difference] = Field(default_factory=list[Difference])
     """For a delta: from the previous version, and from its anchor, the newest full one, if that is
     another. For an anchor: from the previous version, if smaller."""
     published: float
     host: str = ""
-    """Host name of the learner."""
     files: dict[str, str] = Field(default_factory=dict[str, str])
     """Digests of the model folder's files as the learner sees them, by path."""
     software: str = Field(default="", max_length=64)
     """tinkermq version of the learner; empty: older than this key."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        """Refuse names of payloads that belong to other versions."""
+        labels = [(self.location, payload_label(self.version))] if self.location else []
+        for difference in self.differences:
+            label = payload_label(self.version, difference.base)
+            labels.append((difference.location, label))
+        for location, label in labels:
+            if not location.startswith(label):
+                raise ValueError(f"{location!r} must begin with {label!r}")
+        return self
 
     def named_at(self, at: str) -> str:
         """Return the key of its version; any version may be the latest."""
@@ -115,7 +138,7 @@ class JoinRound(Message):
     receiver: str = Field(max_length=64)
     """Unique name."""
     version: int = Field(ge=0)
-    location: str = Field(pattern=r"^v\d{1,18}-[0-9a-f]{8}$")
+    location: str = Field(pattern=r"^v[0-9]{1,18}-[0-9a-f]{8}$")
     """The learner's name for the version, from the manifest."""
     num_bytes: int = Field(ge=0)
     """Size of the payload, from the manifest."""
@@ -168,4 +191,3 @@ class WeightsBound(Message):
     """The bound of the bucket of a job's weights."""
 
     num_bytes: int
-    """Bytes."""

@@ -18,7 +18,7 @@ rendering; `at` returns the same templating at another time.
 import copy
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -215,12 +215,18 @@ class ChatTokenizer:
         return delta[self.count_generated(generated_ids[-1:], delta) :]
 
     def conversation(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        trained: Collection[int] | None = None,
     ) -> Conversation:
         """Tokenise a recorded conversation piece by piece, as an episode is tokenised.
 
-        The tokens between two turns of the assistant are those of an episode; a turn is the
-        rendering of its message up to its end: the template's marker, or that of the next role.
+        `trained` are the indices of the assistant's messages that are turns (default: all); the
+        others are context, and what follows the last turn is left out. The tokens between two
+        turns of the assistant are those of an episode; a turn is the rendering of its message up to
+        its end: the template's marker, or that of the next role.
+
         Raises ModelError for a template that does not only append and for images that the model
         cannot read; DataError for an assistant without text, or with images.
         """
@@ -238,14 +244,17 @@ class ChatTokenizer:
             self._must_extend(known, turn.prompt, f"message {turn.place}")
             between = self.encode_seen(turn.prompt[len(known) :], images, behind=known)
             turn_ids, known = self._reply_tokens(turn)
+            is_turn = trained is None or turn.place in trained
             ids += between + turn_ids
-            mask += [0] * len(between) + [1] * len(turn_ids)
-            ends.append(len(ids) - 1)
+            mask += [0] * len(between) + [int(is_turn)] * len(turn_ids)
+            if is_turn:
+                ends.append(len(ids) - 1)
         if not ends:
             raise DataError(
-                "a conversation has no message of the assistant",
+                "a conversation has no message of the assistant that is learnt",
                 hint='its answers are what is learnt: {"role": "assistant", "content": …}',
             )
+        del ids[ends[-1] + 1 :], mask[ends[-1] + 1 :]
         return Conversation(*(np.array(column, np.int32) for column in (ids, mask, ends)))
 
     def _turns(

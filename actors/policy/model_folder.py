@@ -15,6 +15,7 @@ from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
+from ..storage.model_files import check_model_files, refuse_code
 from .lora import add_adapter, merge, refuse_unmatched, share_weights, untie
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ def _check_files(path: str, *, hollow: bool = False) -> None:
             f"{path} is not a model folder: config.json is missing",
             hint="a model folder is what `model.save_pretrained(folder)` writes",
         )
+    check_model_files(folder)
     if not hollow and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ModelError(
             f"{path} has no weights: model.safetensors is missing",
@@ -223,7 +225,7 @@ def _header(file: Path) -> dict[str, Any]:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header should have {length:,} bytes")
+                raise ValueError("its header is too large")  # its bytes may be of any file
             header: dict[str, Any] = json.loads(opened.read(length))
         entries = [entry for name, entry in header.items() if name != "__metadata__"]
         size = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
@@ -241,16 +243,20 @@ def load_model_config(
     path: str, *, trust_remote_code: bool = False, hollow: bool = False
 ) -> "PreTrainedConfig":
     """Read a model's configuration; raises ModelError if it is missing or unknown."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     check_model_folder(path, hollow=hollow)
     if is_adapter(path):
         return load_model_config(base_of(path), trust_remote_code=trust_remote_code, hollow=hollow)
     try:
+        fields = cast("dict[str, Any]", cast("Any", PreTrainedConfig).get_config_dict(path)[0])
+        refuse_code(fields, f"config.json of model {path}")
         return cast(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
+    except ModelError:
+        raise
     except Exception as error:  # of a library, or of the model's own code
         if not Path(path).is_dir():
             from huggingface_hub import constants

@@ -133,11 +133,6 @@ class TextStream:
         self.stop = ""
         """The found stop text; of several in one place, the first in the list."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens up to the one that completed a stop text."""
-        return len(self._ids)
-
     def push(self, token_id: int) -> str:
         """Add the next token, unless a stop text was found; return the text that is final now."""
         if self.stopped:

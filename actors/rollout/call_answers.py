@@ -525,8 +525,9 @@ class CallAnswers:
             GrowingChoice(
                 number,
                 self._chat,
-                decoding,
+                decoding.stop,
                 request.tools,
+                num_top=decoding.top_logprobs,
                 by_token=request.stream,
                 tells_tokens=request.logprobs,
                 tells_policy=True,

@@ -62,19 +62,22 @@ class GrowingChoice:
         self,
         number: int,
         chat: ChatTokenizer,
-        decoding: Decoding,
+        stops: Sequence[str] = (),
         tools: Tools = (),
         *,
+        num_top: int = 0,
         by_token: bool = True,
         tells_tokens: bool = False,
         tells_policy: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Begin choice `number`.
+        """Begin choice `number`, which the first of `stops` ends.
 
         Each token is decoded only with `by_token` or stop texts, since decoding the whole at once
         is cheaper. With `tools`, and a model with its own format of calls, text that may be a call
         is held back until the choice ends. With `tells_tokens` its deltas have each token's text
-        and log-prob, with `tells_policy` its log-prob and policy version.
+        and log-prob, and the `num_top` likeliest, with `tells_policy` its log-prob and policy
+        version. `decode` replaces that of `chat`.
         """
         self.number = number
         self.drawn: list[Drawn] = []
@@ -87,12 +90,13 @@ class GrowingChoice:
         """Why it ended; None: not yet."""
         self.tells_tokens = tells_tokens
         self._tells_policy = tells_policy
-        self._num_top = decoding.top_logprobs
+        self._num_top = num_top
         self._chat = chat
         self._tools = tools if tools and reads_whole(chat) else ()
         self._plain = ""
-        self._by_token = by_token or bool(decoding.stop)
-        self._stream = TextStream(chat.decode, decoding.stop)
+        self._by_token = by_token or bool(stops)
+        self._decode = decode or chat.decode
+        self._stream = TextStream(self._decode, stops)
 
     @property
     def stopped(self) -> bool:
@@ -135,7 +139,7 @@ class GrowingChoice:
         if self._by_token:
             self._plain += self._stream.finish()
         else:
-            self._plain = self._chat.decode(ids)
+            self._plain = self._decode(ids)
         if self.stopped:
             self.text = hermes_text(self._chat, self._plain, self._tools)
         elif self._tools:
@@ -149,7 +153,7 @@ class GrowingChoice:
         """Restore an earlier answer; `text` if it differs from that of its tokens."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
         self.drawn = [Drawn(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-        self.text = self._chat.decode(generation.token_ids) if text is None else text
+        self.text = self._decode(generation.token_ids.tolist()) if text is None else text
         self.own_text, self.finish = text, generation.finish_reason
 
     def num_whole_tokens(self) -> int:
@@ -157,7 +161,7 @@ class GrowingChoice:
         num_tokens = len(self.drawn)
         ids = [drawn.token_id for drawn in self.drawn]
         while self.stopped and num_tokens:
-            if len(self._chat.decode(ids[:num_tokens])) <= len(self._plain):
+            if len(self._decode(ids[:num_tokens])) <= len(self._plain):
                 break
             num_tokens -= 1
         return num_tokens

@@ -179,8 +179,9 @@ class Answers:
                 GrowingChoice(
                     number,
                     self._chat,
-                    request.decoding,
+                    request.decoding.stop,
                     tools,
+                    num_top=request.decoding.top_logprobs,
                     by_token=request.stream,
                     tells_tokens=request.logprobs,
                 )

@@ -85,6 +85,8 @@ class Demonstrations:
             context.broker, context.scope, ack_wait_s=context.config.generator.ack_wait_s
         )
         self._log = RolloutLog(context.broker, context.scope)
+        self._reported = set[str]()
+        """Unknown keys of messages that an event has named."""
 
     async def append_until_stopped(self) -> None:
         """Pull and append until `stopping` is set."""
@@ -107,8 +109,16 @@ class Demonstrations:
             await append_group(self._log, group, context.name)
         except GroupFailed as failure:
             await append_given_up(context, self._log, failure)
+        await self._report_unknown_keys()
         context.progressed()
         await lease.done()
+
+    async def _report_unknown_keys(self) -> None:
+        """Send an event when rows have more keys that may have no effect."""
+        unknown = self._data.unknown_keys.keys()
+        if unknown > self._reported:
+            self._reported |= unknown
+            await self._context.event("unknown_message_keys", self._data.note)
 
 
 def demonstrate(
@@ -156,7 +166,7 @@ def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, config: JobConf
         versions=np.where(is_assistant, task.min_version, -1).astype(np.int32),
         turn_ends=conversation.turn_ends,
         rewards=np.zeros(len(conversation.turn_ends), np.float32),
-        messages=row.messages,
+        messages=row.messages[: max(row.trained) + 1],
         seed=task.seed,
     )
 
@@ -172,7 +182,7 @@ def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conver
     has positions for, or if the template does not accept it; all errors name the row.
     """
     try:
-        conversation = chat.conversation(row.messages, row.tools)
+        conversation = chat.conversation(row.messages, row.tools, row.trained)
     except ModelError as error:
         raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
     length, max_tokens = len(conversation.token_ids), config.rollout.max_tokens

@@ -13,6 +13,7 @@ from ...schemas.config.sections import ADAPTER_CONFIG
 from ...schemas.wire.errors import ModelError
 from .cache import base_here, url_of
 from .files import TABLE, write_digests
+from .model_files import refuse_files
 
 _BASE = "base_model_name_or_path"
 
@@ -37,7 +38,10 @@ def base_of(folder: str | Path) -> str:
 
 
 def adapter_settings(folder: str | Path) -> dict[str, Any]:
-    """Return the settings in PEFT's file of an adapter's folder; raises ModelError if damaged."""
+    """Return the settings in PEFT's file of an adapter's folder.
+
+    Raises ModelError if it is damaged, or names other files than the base model.
+    """
     file = Path(folder) / ADAPTER_CONFIG
     try:
         read: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -45,7 +49,9 @@ def adapter_settings(folder: str | Path) -> dict[str, Any]:
         raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
     if not isinstance(read, dict):
         raise ModelError(f"{file} must contain a JSON object", hint="copy the folder again")
-    return cast("dict[str, Any]", read)
+    settings = cast("dict[str, Any]", read)
+    refuse_files(settings, str(file), except_for=_BASE)
+    return settings
 
 
 def name_bases_by_url(checkpoint: Path) -> None:

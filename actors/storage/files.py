@@ -13,17 +13,19 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from ...schemas.local.disk import FREE_SPACE, remedy
-from ...schemas.local.folder import Folder
+from ...schemas.local.folder import Folder, is_inside
 from ...schemas.wire.errors import StorageError, StoreAwayError
 
 TABLE = "SHA256SUMS"
 _LEFT_OUT = "learner"
 _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
+_MAX_SMALL_BYTES = 64 << 20
 _SELF = "# sha256 of the lines below: "
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -58,37 +60,43 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
     This process reads a folder once. Raises StorageError that names a damaged file, StoreAwayError
     for one that cannot be read at the moment and may be undamaged.
     """
-    table = folder / TABLE
-    if not table.is_file():
+    if not (folder / TABLE).is_file():
         if required:
             raise _damaged(folder, TABLE, "is missing")
         return
-    seen = table.stat()
-    stamp = (seen.st_mtime_ns, seen.st_ino)
-    if _verified.get(folder) == stamp:
-        return
-    expected = dict(_required(folder))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest_there, [folder / name for name in expected]))
-    for (name, digest), there in zip(expected.items(), digests, strict=True):
+    with _opened(folder) as opened:
+        seen = opened.status(TABLE)
+        stamp = (seen.st_mtime_ns, seen.st_ino)
+        if _verified.get(folder) == stamp:
+            return
+        expected = dict(_required(folder))
+        with ThreadPoolExecutor(_THREADS) as threads:
+            present = list(threads.map(partial(_digest_there, opened), expected))
+    for (name, digest), there in zip(expected.items(), present, strict=True):
         if there is None:
             raise _damaged(folder, name, "is missing")
-        if there != digest:
-            size = (folder / name).stat().st_size
-            raise _damaged(folder, name, f"differs from what was written ({size:,} bytes)")
+        if there[0] != digest:
+            raise _damaged(folder, name, f"differs from what was written ({there[1]:,} bytes)")
     _verified[folder] = stamp
 
 
 def read_table(folder: Path) -> dict[str, str]:
-    """Return the digest of each file in the table of a folder; raises StorageError if damaged."""
+    """Return the digest of each file in the table of a folder.
+
+    Raises StorageError if it is damaged, or names a file outside of the folder.
+    """
     try:
         first, _, body = read_file(folder, TABLE).decode().partition("\n")
     except UnicodeDecodeError as error:
-        raise _damaged(folder, TABLE, f"cannot be read ({error})") from error
+        raise _damaged(folder, TABLE, "is not UTF-8 text") from error
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
     if first != _self_of(body) or None in lines:
         raise _damaged(folder, TABLE, "differs from what was written")
-    return {line[2]: line[1] for line in lines if line is not None}
+    digests = {line[2]: line[1] for line in lines if line is not None}
+    for name in digests:
+        if not is_inside(name):
+            raise _damaged(folder, TABLE, f"names {name[:200]!r}, which is outside of the folder")
+    return digests
 
 
 def _required(folder: Path) -> Iterator[tuple[str, str]]:
@@ -115,28 +123,42 @@ def _is_left_out(folder: Path, name: Path) -> bool:
 def read_file(folder: Path, name: str) -> bytes:
     """Return the bytes of a small file of a checkpoint; raises as `check_digests`."""
     try:
-        return (folder / name).read_bytes()
+        with _opened(folder) as opened:
+            return opened.read(name, _MAX_SMALL_BYTES)
     except _GONE as error:
         raise _damaged(folder, name, "is missing") from error
     except OSError as error:
         raise _unreadable(folder / name, error) from error
 
 
-def _digest_there(path: Path) -> str | None:
+def _opened(folder: Path) -> Folder:
+    """Open a folder; only its own path may be a link. Raises OSError."""
+    return Folder(folder.resolve())
+
+
+def _digest_there(folder: Folder, name: str) -> tuple[str, int] | None:
+    """Return digest and size of a regular file in a folder; None without one."""
     try:
-        return digest_of(path)
-    except _GONE:
+        with folder.open(name) as file:
+            return _digest(file), file.tell()
+    except (*_GONE, StorageError):
         return None
     except OSError as error:
-        raise _unreadable(path, error) from error
+        if error.errno == errno.ELOOP:  # a link
+            return None
+        raise _unreadable(folder.path / name, error) from error
 
 
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+        return _digest(file)
+
+
+def _digest(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
     return digest.hexdigest()
 
 

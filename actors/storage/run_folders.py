@@ -8,7 +8,6 @@ detected. Archiving and removing can be repeated.
 import contextlib
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from ...broker.jetstream.objects import new_digest
@@ -23,7 +22,6 @@ _ARCHIVES = ".archives"
 _WEIGHTS = "weights"
 _FEWEST_PARTS = 3
 _CHUNK_BYTES = 4 << 20
-_PAYLOAD = re.compile(r"v[0-9]{1,18}-[0-9a-zA-Z._-]+\.(safetensors|difference)")
 
 
 def checkpoint_name(step: int) -> str:
@@ -120,13 +118,10 @@ def drop_archive(run_dir: str, job: str) -> None:
             above.remove(_ARCHIVES)
 
 
-def remove_weights(
-    run_dir: str, folder: str | None, scope: JobScope, locations: Iterable[str]
-) -> None:
+def remove_weights(run_dir: str, folder: str | None, scope: JobScope) -> None:
     """Remove the files of a run's published versions, including those of a killed learner.
 
-    The configured `folder` may be shared, and `locations` come from a learner: only files directly
-    in it are removed, and only those with the job's name or with a payload's name at a location.
+    The configured `folder` may be shared: only files with the job's name are removed.
     """
     if run_dir:
         with contextlib.suppress(FileNotFoundError), Folder(run_dir) as run:
@@ -135,11 +130,6 @@ def remove_weights(
         return
     place = Path(os.path.realpath(os.path.expanduser(folder)))  # noqa: PTH111  an odd ~name stays
     with contextlib.suppress(FileNotFoundError), Folder(place) as shared:
-        for location in locations:
-            path = Path(location)
-            is_payload = "\0" not in location and _PAYLOAD.fullmatch(path.name)
-            if is_payload and path.parent.resolve() == place:
-                shared.unlink(path.name)
         own = payload_of(scope)
         for name in [name for name in shared.names() if own.fullmatch(name)]:
             if not shared.has_folder(name):

@@ -9,7 +9,6 @@ import time
 from functools import partial
 
 from ...broker.client.rpc import RequestContext, Service
-from ...schemas.config.sections import ADAPTER_FILES
 from ...schemas.tinker import sampling
 from ...schemas.tinker.checkpoints import (
     ChangeCheckpoint,
@@ -29,14 +28,10 @@ from ...schemas.tinker.checkpoints import (
 )
 from ...schemas.tinker.names import CheckpointName
 from ...schemas.tinker.operation import AboutCheckpoint, ModelInfo
-from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.subjects import JobScope, rpc
-from ..storage.tinker_checkpoints import missing
 from .catalogue import Catalogue
 from .exports import Exports
 from .models import Models
-
-SNAPSHOT_PART_BYTES = 512 << 10
 
 
 class CatalogueService:
@@ -65,7 +60,7 @@ class CatalogueService:
         await open_("session-list", sessions, ListSessions, self._list_sessions)
         snapshot, part = scope.snapshot("find"), scope.snapshot("fetch")
         await open_("snapshot-find", snapshot, sampling.FindSnapshot, self._find_snapshot)
-        await open_("snapshot-fetch", part, sampling.FetchSnapshot, self._fetch_snapshot)
+        await open_("snapshot-fetch", part, FetchFile, self._fetch)
 
     async def sweep(self) -> int:
         """Remove expired checkpoints."""
@@ -127,29 +122,10 @@ class CatalogueService:
             return sampling.FoundSnapshot(mark=folders.mark)
         name = CheckpointName.parse(request.path)
         stored = folders.find_snapshot(request.user, name, moves=request.moves)
-        try:
-            sizes = {file: (stored.folder / file).stat().st_size for file in ADAPTER_FILES}
-        except OSError as error:
-            raise missing(name) from error
         return sampling.FoundSnapshot(
             mark=folders.mark,
             owner=stored.user,
             path=str(stored.name),
             seq=stored.seq,
-            files=sizes,
+            export=self._exports.export(request.user, str(stored.name)),
         )
-
-    async def _fetch_snapshot(self, request: sampling.FetchSnapshot) -> sampling.SnapshotPart:
-        return await asyncio.to_thread(self._read_part, request)
-
-    def _read_part(self, request: sampling.FetchSnapshot) -> sampling.SnapshotPart:
-        name = CheckpointName.parse(request.path)
-        stored = self._catalogue.folders.find(request.user, name)
-        if stored.seq != request.seq or request.file not in ADAPTER_FILES:
-            raise NotFoundError(f"{name} was saved anew", hint="sample again")
-        try:
-            with (stored.folder / request.file).open("rb") as file:
-                file.seek(request.offset)
-                return sampling.SnapshotPart(data=file.read(SNAPSHOT_PART_BYTES))
-        except OSError as error:  # removed meanwhile
-            raise missing(name) from error

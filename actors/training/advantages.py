@@ -50,14 +50,14 @@ class AdvantageInputs:
     values_N: Tensor | None = None
     """The critic's value before each token; needed by gae."""
     lone_S: Tensor | None = None
-    """bool: sequences without another sequence of their task to compare with; their advantage
-    is 0."""
+    """bool: sequences without another sequence of their task to compare with. Functions that
+    compare within a group give them 0 and leave them out of statistics of the batch."""
     owner_S: Tensor | None = None
     """int64: the episode of each sequence, if an episode may have several with equal `group_S`."""
     calls: BatchCalls | None = None
     """The calls of agents' episodes, in place of consecutive turns."""
     kept_N: Tensor | None = None
-    """bool: trained tokens (default: all); a batch is whitened over these tokens."""
+    """bool: trained tokens (default: all); statistics of the batch are over these."""
     gamma: float = 1.0
     """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
 
@@ -137,6 +137,11 @@ class Values:
     after_S: Tensor | None = None
     """Value at the end of each sequence whose game would have continued, else 0; None: 0 for
     all."""
+
+    def of(self, chosen_N: Tensor, chosen_S: Tensor) -> "Values":
+        """Return the values of some sequences and their tokens."""
+        after_S = None if self.after_S is None else self.after_S[chosen_S]
+        return Values(self.values_N[chosen_N], after_S)
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,24 @@ def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Peers]:
     return rewards_S, key_S, peers
 
 
+def _counted(inputs: AdvantageInputs) -> Tensor:
+    """Return which sequences count in statistics of the batch: bool[S].
+
+    These are the ones that are trained, and those without tokens of their own.
+    """
+    counted_S = torch.ones_like(inputs.group_S, dtype=torch.bool)
+    if inputs.kept_N is not None:
+        tokens_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs)
+        kept_S = lengths_by_sequence(inputs.seq_N[inputs.kept_N], inputs.num_seqs)
+        counted_S = (kept_S > 0) | (tokens_S == 0)
+    return counted_S if inputs.lone_S is None else counted_S & ~inputs.lone_S
+
+
+def _lone(inputs: AdvantageInputs, seq: Tensor) -> Tensor:
+    """Return whether these sequences have no others to compare with."""
+    return torch.zeros_like(seq, dtype=torch.bool) if inputs.lone_S is None else inputs.lone_S[seq]
+
+
 def _to_tokens(advantages_S: Tensor, inputs: AdvantageInputs) -> Tensor:
     return advantages_S[inputs.seq_N].float()
 
@@ -268,8 +291,8 @@ def grpo(
 ) -> Tensor:
     """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300).
 
-    With std=batch the std is that of all rewards of the batch, so that easy and hard tasks weigh
-    the same (arXiv 2508.08221); with std=none there is no division.
+    With std=batch the std is that of all trained rewards of the batch, so that easy and hard tasks
+    weigh the same (arXiv 2508.08221); with std=none there is no division.
     """
     rewards_S, key_S, peers = _groups(inputs)
     if std == "none":
@@ -281,12 +304,13 @@ def grpo(
 
 
 def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
-    """Return one reward for each episode: the mean over its sequences."""
+    """Return one reward for each trained episode: the mean over its sequences."""
+    counted_S = _counted(inputs)
     if inputs.owner_S is None:
-        return peers.mine
-    pair_S: Any = key_S * (int(inputs.owner_S.max()) + 1) + inputs.owner_S
-    pairs, of_pair_S = pair_S.unique(return_inverse=True)
-    return peers.mine.new_zeros(len(pairs)).index_put((of_pair_S,), peers.mine)
+        return peers.mine[counted_S]
+    pair_S: Any = (key_S * (int(inputs.owner_S.max()) + 1) + inputs.owner_S)[counted_S]
+    pairs, of_pair_s = pair_S.unique(return_inverse=True)
+    return peers.mine.new_zeros(len(pairs)).index_put((of_pair_s,), peers.mine[counted_S])
 
 
 def gdpo(inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,)) -> Tensor:
@@ -308,9 +332,10 @@ def gdpo(inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,)) -> Tenso
         if inputs.lone_S is not None:
             mean_S = torch.where(inputs.lone_S, component_S, mean_S)
         total_S += weight * (component_S - mean_S) / (peers.std + _EPSILON)
-    if len(total_S) < 2:
-        return _to_tokens(total_S, inputs)
-    return _to_tokens((total_S - total_S.mean()) / (total_S.std() + _EPSILON), inputs)
+    counted_s = total_S[_counted(inputs)]
+    if len(counted_s) > 1:
+        total_S = (total_S - counted_s.mean()) / (counted_s.std() + _EPSILON)
+    return _to_tokens(total_S, inputs).masked_fill(_lone(inputs, inputs.seq_N), 0.0)
 
 
 def gpg(inputs: AdvantageInputs) -> Tensor:
@@ -370,7 +395,10 @@ def reinforce_pp(inputs: AdvantageInputs) -> Tensor:
 def reinforce_pp_baseline(inputs: AdvantageInputs) -> Tensor:
     """R − group mean, whitened over the batch's tokens (arXiv 2501.03262)."""
     rewards_S, _, peers = _groups(inputs)
-    return _whiten((rewards_S - peers.mean)[inputs.seq_N], inputs.kept_N).float()
+    lone_N = _lone(inputs, inputs.seq_N)
+    counted_N = ~lone_N if inputs.kept_N is None else inputs.kept_N & ~lone_N
+    advantages_N = _whiten((rewards_S - peers.mean)[inputs.seq_N], counted_N)
+    return advantages_N.masked_fill(lone_N, 0.0).float()
 
 
 def remax(inputs: AdvantageInputs) -> Tensor:
@@ -398,10 +426,11 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 def maxrl(inputs: AdvantageInputs) -> Tensor:
     """(R − mean) / (mean + ε): hard tasks weigh more. Rewards must be at least 0."""
     rewards_S, _, peers = _groups(inputs)
-    if len(rewards_S) and rewards_S.min() < 0:
+    counted_s = rewards_S[_counted(inputs)]
+    if len(counted_s) and counted_s.min() < 0:
         raise ConfigError(
             f"advantage=maxrl divides by the group's mean reward; a reward is "
-            f"{float(rewards_S.min()):g}",
+            f"{float(counted_s.min()):g}",
             hint="give rewards of at least 0, or choose advantage=grpo",
         )
     scale_S = torch.where(peers.count > 1, peers.mean + _EPSILON, 1.0)
@@ -459,7 +488,7 @@ def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
     _, key_S, group = _groups(inputs)
     peers = peers_of(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
     normalised_K = (turns.returns_K - peers.mean) / (peers.std + _EPSILON)
-    lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1)
+    lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1) | _lone(inputs, turns.seq_K)
     return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
 
 
@@ -477,7 +506,7 @@ def grpo_per_step(inputs: AdvantageInputs) -> Tensor:
     mean_S = turns.returns_K.new_zeros(inputs.num_seqs).index_put((seq_F,), peers.mean)
     std_S = torch.ones_like(mean_S).index_put((seq_F,), peers.std)
     normalised_K = (turns.returns_K - mean_S[turns.seq_K]) / (std_S[turns.seq_K] + _EPSILON)
-    equal_K = (std_S == 0)[turns.seq_K]
+    equal_K = (std_S == 0)[turns.seq_K] | _lone(inputs, turns.seq_K)
     return normalised_K.masked_fill(equal_K, 0.0)[turns.of_token_N].float()
 
 
@@ -588,45 +617,47 @@ def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Te
 
 
 # -- shaping of rewards by length ------------------------------------------------------------------
-# Lengths are tokens after the first prompt, observations included.
+# The length of an episode is the number of tokens that the policy generated in it, in all its rows;
+# observations and the outputs of tools do not count.
 
 
 def overlong_penalty(
-    lengths_S: Tensor,
+    lengths_E: Tensor,
     max_len: int,
     buffer: int,
     factor: float = 1.0,
-    cut_S: Tensor | None = None,
+    cut_E: Tensor | None = None,
 ) -> Tensor:
-    """Return the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
+    """Return the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[E], ≤ 0.
 
-    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the full penalty for an
-    episode truncated by a limit (bool[S]), even if it has fewer than `max_len` tokens.
+    −(len − (max_len − buffer)) / buffer · factor, from −factor to 0, arXiv 2503.14476; the full
+    penalty for an episode truncated by a limit (bool[E]), even if it has fewer than `max_len`
+    tokens.
     """
     if not 0 < buffer <= max_len:
         raise ConfigError(
             f"overlong_buffer is {buffer}, the longest response has {max_len} tokens",
             hint=f"set algorithm.overlong_buffer between 1 and {max_len}",
         )
-    excess_S = lengths_S.float() - (max_len - buffer)
-    penalty_S = (-excess_S / buffer * factor).clamp(max=0.0)
-    return penalty_S if cut_S is None else penalty_S.masked_fill(cut_S, -factor)
+    excess_E = lengths_E.float() - (max_len - buffer)
+    penalty_E = (-excess_E / buffer * factor).clamp(-factor, 0.0)
+    return penalty_E if cut_E is None else penalty_E.masked_fill(cut_E, -factor)
 
 
 def length_reward(
-    lengths_S: Tensor, group_S: Tensor, solved_S: Tensor, coef: float = 1.0
+    lengths_E: Tensor, group_E: Tensor, solved_E: Tensor, coef: float = 1.0
 ) -> Tensor:
     """Reward short episodes within their group: float32[S] (Kimi k1.5, arXiv 2501.12599 §2.3.3).
 
     λ = ½ − (len − shortest) / (longest − shortest), at most 0 for an unsolved episode; 0 in a group
     of episodes of equal length.
     """
-    lengths_S = lengths_S.double()
-    bounds = lengths_S.new_zeros(int(group_S.max()) + 1)
-    shortest_S, longest_S = (
-        bounds.scatter_reduce(0, group_S, lengths_S, reduce=reduce, include_self=False)[group_S]
+    lengths_E = lengths_E.double()
+    bounds = lengths_E.new_zeros(int(group_E.max()) + 1)
+    shortest_E, longest_E = (
+        bounds.scatter_reduce(0, group_E, lengths_E, reduce=reduce, include_self=False)[group_E]
         for reduce in ("amin", "amax")
     )
-    share_S = (lengths_S - shortest_S) / (longest_S - shortest_S).clamp(min=1)
-    lambda_S = torch.where(longest_S > shortest_S, 0.5 - share_S, 0.0)
-    return (coef * torch.where(solved_S, lambda_S, lambda_S.clamp(max=0.0))).float()
+    share_E = (lengths_E - shortest_E) / (longest_E - shortest_E).clamp(min=1)
+    lambda_E = torch.where(longest_E > shortest_E, 0.5 - share_E, 0.0)
+    return (coef * torch.where(solved_E, lambda_E, lambda_E.clamp(max=0.0))).float()

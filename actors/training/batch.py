@@ -124,6 +124,21 @@ class BatchCalls:
         columns = {name: getattr(self, name)[old_k] for name in names}
         return replace(self, **{**columns, "call_N": call_n, "next_K": number_K[columns["next_K"]]})
 
+    def of_episodes(self, number_E: Tensor) -> "BatchCalls":
+        """Renumber the episodes, whose calls are all here, and drop the others' branches (−1)."""
+        stays_B = number_E[self.branch_episode_B] >= 0
+        number_B = torch.where(stays_B, torch.cumsum(stays_B, 0) - 1, -1)
+        inside_K = self.branch_K >= 0
+        branch_K = self.branch_K.clone()
+        branch_K[inside_K] = number_B[self.branch_K[inside_K]]
+        branches = {
+            name: getattr(self, name)[stays_B]
+            for name in ("branch_reward_B", "branch_key_B", "branch_episode_B")
+        }
+        branches["branch_episode_B"] = number_E[branches["branch_episode_B"]]
+        own = {"branch_K": branch_K, "episode_K": number_E[self.episode_K]}
+        return replace(self, **own, **branches)
+
     def token_rewards(self, further_N: Tensor) -> Tensor:
         """Return the reward of each token: `further_N`, plus posted rewards at ends of calls."""
         rewards_K = self.rewards_K + self.outcome_K.masked_fill(self.next_K >= 0, 0.0)
@@ -325,8 +340,6 @@ class TrainingBatch:
     """float32: return of each sequence's episode."""
     group_S: Tensor
     """int64: the group of each sequence; sequences of one task and role are compared."""
-    lengths_S: Tensor
-    """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
     """bool: a token limit ended a row of the episode or truncated its last turn."""
     timed_out_S: Tensor
@@ -358,6 +371,36 @@ class TrainingBatch:
             if isinstance(value, Tensor)
         }
         return replace(self, **moved, calls=None if self.calls is None else self.calls.to(device))
+
+    def of_sequences(self, chosen_S: Tensor) -> "TrainingBatch":
+        """Return the batch of some whole episodes, with their sequences in order (bool[S])."""
+        chosen_N = chosen_S[self.seq_N]
+        chosen = cast("list[bool]", chosen_S.tolist())
+        episode_s = self.episode_S[chosen_S]
+        episodes_E, local_s = _unique(episode_s)
+        numbers_S = torch.cumsum(chosen_S, 0) - 1
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        part = {
+            name: value[chosen_N] if name.endswith("_N") else value[chosen_S]
+            for name, value in named.items()
+            if name.endswith(("_N", "_S")) and value is not None
+        }
+        lists = {
+            name: [item for item, keep in zip(named[name], chosen, strict=True) if keep]
+            for name in ("sequences", "teaching", "kinds", "sources")
+        }
+        part |= {"seq_N": numbers_S[part["seq_N"]], "episode_S": local_s}
+        part |= {
+            name: named[name][episodes_E]
+            for name in ("components_EC", "baseline_E")
+            if named[name] is not None
+        }
+        calls = None if self.calls is None else self.calls.of_tokens(chosen_N)
+        if calls is not None:
+            number_E = torch.full_like(episodes_E.new_empty(int(self.episode_S.max()) + 1), -1)
+            number_E[episodes_E] = torch.arange(len(episodes_E), device=episodes_E.device)
+            calls = calls.of_episodes(number_E)
+        return replace(self, **part, **lists, calls=calls)
 
     def fresh_of(self, values_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return places and values of the tokens that are not too old, as one part of the batch."""
@@ -405,7 +448,6 @@ def assemble(
     cut_S = np.array([item.ended_by == "length" for item in trajectories])
     hung_S = np.array([item.finish == "timeout" for item in trajectories])
     limited_S = np.array([item.finish in ("turns", "length") for item in trajectories])
-    prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     versions_N = np.concatenate([item.versions for item in trajectories])[at_N]
     fresh_N = versions_N >= oldest
     turns_N = np.searchsorted(ends_K, at_N)
@@ -429,7 +471,6 @@ def assemble(
         episode_S=_tensor(episode_S),
         rewards_S=_tensor(_sums(rewards_K, first_turn_E)[episode_S]),
         group_S=_tensor(_peers(members)),
-        lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
         timed_out_S=_tensor(np.logical_or.reduceat(hung_S, first_E)[episode_S]),
         unfinished_S=_tensor(limited_S),
@@ -580,27 +621,18 @@ class Samples:
     num: int
     """Number of samples."""
     lone_M: Tensor | None = None
-    """bool: samples without a peer in a group of several episodes: a turn that no other episode
-    reached, or an episode whose peers are all excluded."""
+    """bool: turns that no other episode of a group of several reached."""
+
+    @property
+    def lengths_M(self) -> Tensor:
+        """Number of tokens that the policy generated in each sample: int64[M]."""
+        return lengths_by_sequence(self.sample_N, self.num)
 
 
 def renumber(sample_n: Tensor) -> tuple[Tensor, Tensor]:
     """Renumber the samples of some tokens from 0; also return their numbers in the batch."""
     numbers_M, local_n = _unique(sample_n)
     return local_n, numbers_M
-
-
-def without_peers(samples: Samples, batch: TrainingBatch, apart_S: Tensor) -> Samples:
-    """Exclude some sequences (bool[S]) from all comparisons."""
-    seq_M = torch.zeros_like(samples.group_M).scatter(0, samples.sample_N, batch.seq_N)
-    before_M = samples.group_M
-    own_M = int(before_M.max()) + 1 + torch.arange(samples.num, device=before_M.device)
-    group_M = torch.where(apart_S[seq_M], own_M, before_M)
-    is_left_M = torch.bincount(group_M)[group_M] == 1
-    lone_M = is_left_M & (torch.bincount(before_M)[before_M] > 1)
-    if samples.lone_M is not None:
-        lone_M |= samples.lone_M
-    return replace(samples, group_M=group_M, lone_M=lone_M)
 
 
 def episodes(batch: TrainingBatch) -> Samples:

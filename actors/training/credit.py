@@ -21,7 +21,6 @@ from .batch import (
     episodes,
     returns_by_turn,
     turns,
-    without_peers,
 )
 from .losses import rewards_with_kl
 from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
@@ -70,22 +69,79 @@ def assign_credit(
 
     `old_N` and `reference_N` are read if a KL enters the rewards; `values` are the critic's. A
     masked episode (`overlong_filter`) still counts in its group's mean and std, as in TRL, but not
-    in the whitening of a batch; the same holds for tokens that are too old. An episode whose game
-    timed out (`env.on_step_timeout=mask`) is ignored, since its return is unknown.
+    in statistics of the batch; the same holds for tokens that are too old. An episode whose game
+    timed out (`env.on_step_timeout=mask`) is ignored, since its return is unknown; one that this
+    leaves alone in its group is compared with nothing.
     """
+    apart_S = batch.timed_out_S
+    if config.env.on_step_timeout != "mask" or not bool(apart_S.any()):
+        return _credit(config, batch, old_N, reference_N, values, own)
+    samples = turns(batch) if config.algorithm.sample == "turn" else episodes(batch)
+    rest_N = ~apart_S[batch.seq_N]
+    credit = None
+    if bool(rest_N.any()):
+        rest = batch.of_sequences(~apart_S)
+        group_E = episodes(rest).group_M
+        size_E = torch.bincount(episodes(batch).group_M)[group_E]
+        left_E = (torch.bincount(group_E)[group_E] == 1) & (size_E > 1)
+        old_n, reference_n = (None if x is None else x[rest_N] for x in (old_N, reference_N))
+        known = None if values is None else values.of(rest_N, ~apart_S)
+        credit = _credit(config, rest, old_n, reference_n, known, own, left_E)
+    return _spread(credit, batch, samples, values, rest_N, ~apart_S)
+
+
+def _spread(
+    credit: Credit | None,
+    batch: TrainingBatch,
+    samples: Samples,
+    values: advantages.Values | None,
+    rest_N: Tensor,
+    rest_S: Tensor,
+) -> Credit:
+    """Return the credit of a whole batch from that of some sequences; the others have none."""
+    whole, targets = episodes(batch), None
+    rewards_E = sum_by_sequence(batch.token_rewards_N.double(), whole.sample_N, whole.num).float()
+    advantages_N = torch.zeros_like(batch.behaviour_N)
+    returns_N, kept_N = torch.zeros_like(advantages_N), torch.zeros_like(rest_N)
+    kept_S = torch.zeros_like(rest_S)
+    if credit is not None:
+        rest_E = torch.zeros_like(rewards_E, dtype=torch.bool)
+        rest_E[whole.sample_N[rest_N]] = True
+        rewards_E[rest_E] = credit.rewards_E
+        advantages_N[rest_N], kept_N[rest_N] = credit.advantages_N, credit.kept_N
+        kept_S[rest_S] = credit.kept_S
+        if credit.targets is not None:
+            returns_N[rest_N] = credit.targets.returns_N
+    if values is not None:
+        targets = advantages.ValueTargets(values.values_N, returns_N, samples.sample_N, kept_N)
+    return Credit(samples, rewards_E, advantages_N, targets, kept_S, kept_N)
+
+
+def _credit(
+    config: JobConfig,
+    batch: TrainingBatch,
+    old_N: Tensor | None,
+    reference_N: Tensor | None,
+    values: advantages.Values | None,
+    own: Callable[[advantages.AdvantageInputs], Tensor] | None,
+    left_E: Tensor | None = None,
+) -> Credit:
+    """Compute the credit of a batch; `left_E` (bool[E]) marks episodes that lost their peers."""
     algorithm = config.algorithm
     cut_S = batch.truncated_S
     kept_S = ~cut_S if algorithm.overlong_filter else torch.ones_like(cut_S)
-    if config.env.on_step_timeout == "mask":
-        kept_S = kept_S & ~batch.timed_out_S
     kept_N = kept_S[batch.seq_N]
     if batch.fresh_N is not None:
         kept_N = kept_N & batch.fresh_N
         kept_S = lengths_by_sequence(batch.seq_N[kept_N], batch.num_seqs) > 0
     by_turn = algorithm.sample == "turn"
     samples = turns(batch) if by_turn else episodes(batch)
-    if config.env.on_step_timeout == "mask" and bool(batch.timed_out_S.any()):
-        samples = without_peers(samples, batch, batch.timed_out_S)
+    lone_M = samples.lone_M
+    if left_E is not None:
+        left_N = left_E[batch.episode_S[batch.seq_N]]
+        left_M = torch.zeros_like(samples.group_M, dtype=torch.bool)
+        left_M[samples.sample_N] = left_N
+        lone_M = left_M if lone_M is None else lone_M | left_M
     earned_N = _rewards(config, batch, old_N, reference_N)
     rewards_N = earned_N
     if by_turn and algorithm.turn_reward == "return":
@@ -103,7 +159,7 @@ def assign_credit(
         components_SC=batch.components_EC,
         baseline_S=batch.baseline_E,
         values_N=values_N,
-        lone_S=samples.lone_M,
+        lone_S=lone_M,
         kept_N=kept_N,
         gamma=algorithm.token_discount,
     )
@@ -182,13 +238,16 @@ def _by_branch(
     key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
     size_B = torch.bincount(inputs.group_S)[inputs.group_S[episode_B]]
     is_only_B = advantages.peers_of(calls.branch_reward_B, key_B, episode_B).count == 1
+    is_lone_B = is_only_B & (size_B > 1)
+    if inputs.lone_S is not None:
+        is_lone_B |= inputs.lone_S[episode_B]
     return replace(
         inputs,
         rewards_S=calls.branch_reward_B + sum_by_sequence(further_N, seq_N, len(key_B)),
         group_S=key_B,
         owner_S=episode_B,
         seq_N=seq_N,
-        lone_S=is_only_B & (size_B > 1),
+        lone_S=is_lone_B,
     )
 
 
@@ -230,19 +289,21 @@ def _rewards(
     """
     algorithm = config.algorithm
     rewards_N = batch.token_rewards_N.double()
-    last_N = is_last_of_sequence(batch.seq_N)
+    whole = episodes(batch)
+    last_N, lengths_E = is_last_of_sequence(whole.sample_N), whole.lengths_M
+    seq_E = batch.seq_N[last_N]
     if algorithm.overlong_buffer:
         rewards_N[last_N] += advantages.overlong_penalty(
-            batch.lengths_S,
+            lengths_E,
             config.rollout.response_limit,
             algorithm.overlong_buffer,
             algorithm.overlong_factor,
-            batch.truncated_S,
+            batch.truncated_S[seq_E],
         )
     if algorithm.length_coef:
-        solved_S = batch.rewards_S > config.evaluation.success_reward
+        solved_E = batch.rewards_S[seq_E] > config.evaluation.success_reward
         rewards_N[last_N] += advantages.length_reward(
-            batch.lengths_S, batch.group_S, solved_S, algorithm.length_coef
+            lengths_E, whole.group_M, solved_E, algorithm.length_coef
         )
     if old_N is not None and reference_N is not None and algorithm.kl_in == "reward":
         rewards_N = rewards_with_kl(

@@ -19,19 +19,28 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
 
     A learner passes the `sender` of that transport, if there is one.
     """
+    return _open(context, context.scope, sender, SeenFiles([*model_paths(context.config).values()]))
+
+
+def _open(
+    context: JobContext, scope: JobScope, sender: Sender | None, files: SeenFiles | None
+) -> WeightStore:
     config = context.config.weights
+    # with `auto` only the learner knows whether it sends from memory; others accept both
+    transport = "object" if sender is None and config.transport == "auto" else transport_of(context)
+    receives = config.transport in ("auto", "nccl")
     device = device_of_new_weights(context.config)
     return WeightStore(
         context.broker,
-        context.scope,
-        transport_of(context),
+        scope,
+        transport,
         folder=config.folder or context.run_dir / "weights",
         chunk_bytes=config.chunk_bytes,
         differences=config.differences,
         full_snapshot_every=config.full_snapshot_every,
         holder=sender,
-        receiver=BroadcastReceiver(context.broker, context.scope, device),
-        files=SeenFiles([*model_paths(context.config).values()]),
+        receiver=BroadcastReceiver(context.broker, scope, device) if receives else None,
+        files=files,
         shared_bytes=config.shared_bytes,
         sha256=config.sha256,
     )
@@ -59,11 +68,11 @@ def make_sender(context: JobContext) -> Sender | None:
 
 
 def follow_weights(context: JobContext, job: str) -> WeightStore:
-    """Open the weights of another job of the same user, with that job's transport."""
-    scope = JobScope(context.scope.user, job)
-    receiver = BroadcastReceiver(context.broker, scope, device_of_new_weights(context.config))
-    shared_bytes = context.config.weights.shared_bytes
-    return WeightStore(context.broker, scope, receiver=receiver, shared_bytes=shared_bytes)
+    """Open the weights of the run that a server follows.
+
+    The scheduler has set the server's `weights` to those of the run.
+    """
+    return _open(context, JobScope(context.scope.user, job), None, None)
 
 
 def device_of_new_weights(config: JobConfig) -> torch.device:

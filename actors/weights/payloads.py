@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import mmap
+import os
 import shutil
+import stat
 import struct
 import uuid
 from collections.abc import Iterable, Sequence, Set
@@ -22,7 +24,7 @@ from ...broker.jetstream.objects import (
     digest_of,
     new_digest,
 )
-from ...schemas.weights import Manifest, TensorEntry, payload_label, payload_of
+from ...schemas.weights import Manifest, TensorEntry, new_location, payload_of, weight_file
 from ...schemas.wire.errors import ConfigError, NotFoundError, StorageError
 from ...schemas.wire.subjects import JobScope
 from .shared_memory import MappedFile
@@ -66,11 +68,16 @@ def write_file(path: Path, entries: list[TensorEntry], views: Sequence[memoryvie
 def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
     """Map the file; return the payload's BLAKE3 and the payload (a private, writable map).
 
-    Runs in a thread. Raises NotFoundError if it was removed, StorageError.
+    Runs in a thread. Raises NotFoundError if it was removed, StorageError, also for a link.
     """
     try:
-        with path.open("rb") as file:
-            mapped = MappedFile(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(f"{path.name} is not a regular file")
+            mapped = MappedFile(file, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(file)
     except FileNotFoundError as error:
         raise NotFoundError(
             f"the weights file {path} does not exist",
@@ -98,9 +105,9 @@ def remove_file(path: Path) -> None:
         path.unlink()
 
 
-def remove_other_files(folder: Path, scope: JobScope, locations: Set[str]) -> None:
-    """Remove the files of a job that are not among `locations`. Raises StorageError."""
-    own, named = payload_of(scope), {Path(location).name for location in locations}
+def remove_other_files(folder: Path, scope: JobScope, named: Set[str]) -> None:
+    """Remove the files of a job except those `named`. Raises StorageError."""
+    own = payload_of(scope)
     try:
         for path in folder.iterdir() if folder.is_dir() else ():
             if path.name not in named and own.fullmatch(path.name):
@@ -149,7 +156,7 @@ class Payloads:
         *,
         sha256: bool = True,
     ) -> None:
-        """`transport` is used by `put`; `get` has it per payload.
+        """Store objects, or files in the folder.
 
         Without `sha256`, standard NATS tools cannot read the stored objects.
 
@@ -168,19 +175,21 @@ class Payloads:
         )
 
     async def put(
-        self, label: str, views: Sequence[memoryview], entries: list[TensorEntry] | None = None
+        self,
+        version: int,
+        views: Sequence[memoryview],
+        *,
+        entries: list[TensorEntry] | None = None,
+        base: int | None = None,
     ) -> tuple[str, str]:
-        """Store bytes under a new name that begins with `label`; return location and digest.
+        """Store a version, or its difference from a base; return location and digest.
 
         `entries` are the layout of a whole version, for the header of a file. Raises BrokerError,
         DeadlineError, and StorageError, with `is_full` if there is no room.
         """
-        suffix = uuid.uuid4().hex[:8]
-        if self._folder is not None and self.transport == "file":
-            kind = "safetensors" if entries else "difference"
-            path = self._folder / f"{payload_label(self._scope, label)}-{suffix}.{kind}"
-            return str(path), await asyncio.to_thread(write_file, path, entries or [], views)
-        name = f"{label}-{suffix}"
+        name = new_location(version, base)
+        if (path := self._file(name)) is not None:
+            return name, await asyncio.to_thread(write_file, path, entries or [], views)
         try:
             info = await self._objects.put(name, views, deadline_s=TRANSFER_DEADLINE_S)
         except BucketFullError as error:
@@ -193,24 +202,27 @@ class Payloads:
             raise full from error
         return name, info.digest
 
+    def _file(self, location: str) -> Path | None:
+        """Return the path of a payload; None if payloads are objects."""
+        if self._folder is None or self.transport != "file":
+            return None
+        return self._folder / weight_file(self._scope, location)
+
     async def free_bytes(self) -> int:
         """Return the free bytes in the bucket, or on the disk of the folder."""
         if self._folder is not None and self.transport == "file":
             return await asyncio.to_thread(free_disk_bytes, self._folder)
         return await self._objects.free_bytes()
 
-    async def get(
-        self, transport: Transport, location: str, num_bytes: int, digest: str
-    ) -> memoryview:
+    async def get(self, location: str, num_bytes: int, digest: str) -> memoryview:
         """Return bytes, which no one else modifies.
 
         Raises NotFoundError if they were removed, DigestMismatch, DeadlineError, StorageError.
         """
-        if transport == "file":
-            path = Path(location)
-            size_on_disk, payload = await asyncio.to_thread(read_file, path, num_bytes)
-            if size_on_disk != digest:
-                raise DigestMismatch(f"{path} has digest {size_on_disk}, stored was {digest}")
+        if (path := self._file(location)) is not None:
+            digest_on_disk, payload = await asyncio.to_thread(read_file, path, num_bytes)
+            if digest_on_disk != digest:
+                raise DigestMismatch(f"{path} has another digest than its manifest")
             return payload
         buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is overwritten anyway
         await self.get_into(location, digest, buffer)
@@ -228,28 +240,30 @@ class Payloads:
             raise DigestMismatch(f"object {info.name} is not the one of its manifest")
         await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
 
-    async def holds(self, transport: Transport, location: str) -> bool:
+    async def holds(self, location: str) -> bool:
         """Return whether the bytes exist: their bucket may have been deleted and recreated."""
-        if transport == "file":
-            return await asyncio.to_thread(Path(location).is_file)
+        if (path := self._file(location)) is not None:
+            return await asyncio.to_thread(path.is_file)
         return await self._objects.info(location) is not None
 
-    async def remove(self, transport: Transport, locations: Iterable[str]) -> None:
+    async def remove(self, locations: Iterable[str]) -> None:
         """Remove bytes; harmless if they are gone."""
         for location in locations:
-            if transport == "file":
-                await asyncio.to_thread(remove_file, Path(location))
+            if (path := self._file(location)) is not None:
+                await asyncio.to_thread(remove_file, path)
             else:
                 await self._objects.delete(location)
 
     async def remove_others(self, locations: Iterable[str]) -> None:
         """Remove everything stored by the job, also partial data, except `locations`."""
         named = set(locations)
-        if self._folder is not None and self.transport == "file":
-            await asyncio.to_thread(remove_other_files, self._folder, self._scope, named)
+        files = {path.name for name in named if (path := self._file(name)) is not None}
+        objects = named if self.transport == "object" else set[str]()
+        if self._folder is not None:  # files of an earlier transport, too
+            await asyncio.to_thread(remove_other_files, self._folder, self._scope, files)
         await self._objects.sweep()
         for name in await self._objects.names():
-            if name not in named:
+            if name not in objects:
                 await self._objects.delete(name)
 
 

@@ -156,12 +156,12 @@ class WeightStore:
         shared_bytes: int = 0,
         sha256: bool = True,
     ) -> None:
-        """`transport` is used by `publish`; `fetch` uses each manifest's transport.
+        """`transport` is the job's: versions of another one are ignored and not fetched.
 
         A machine keeps versions for all its actors in up to `shared_bytes` of its memory. Without
         `sha256`, NATS tools cannot read published objects. `files` are published with each version,
         and compared with those of a fetched version. With `nccl`, a learner publishes through its
-        `holder`, and others fetch through their `receiver`.
+        `holder`; others fetch through their `receiver`, and those with one accept `nccl` too.
 
         With `differences`, 16-bit weights are published as the module describes; every
         `full_snapshot_every`-th version is whole. `wait_newer` looks for a version every `poll_s`,
@@ -271,7 +271,7 @@ class WeightStore:
                 return await self._publish_anchor(version, entries, payload, stored)
         except StorageError:
             places = [difference.location for difference in stored]
-            await self._payloads.remove(self._payloads.transport, places)
+            await self._payloads.remove(places)
             raise
         digest = await asyncio.to_thread(digest_of, in_parts([payload]))
         payload = await self._offered(digest, [payload]) or payload
@@ -295,8 +295,8 @@ class WeightStore:
         return await self._shared.offer(digest, views) if self._shares else None
 
     async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
-        label = f"v{version}-from-v{base.version}"
-        location, digest = await self._payloads.put(label, [memoryview(text)])
+        views = [memoryview(text)]
+        location, digest = await self._payloads.put(version, views, base=base.version)
         return Difference(
             base=base.version,
             base_digest=base.digest,
@@ -317,7 +317,7 @@ class WeightStore:
             location, digest = await self._holder.put(version, entries, views)
         else:
             parts = in_parts(views)
-            location, digest = await self._payloads.put(f"v{version}", parts, entries)
+            location, digest = await self._payloads.put(version, parts, entries=entries)
         return self._manifest(
             version, kind, entries, digest, location=location, differences=differences
         )
@@ -349,13 +349,24 @@ class WeightStore:
 
     async def latest(self) -> Manifest | None:
         """Return the manifest of the newest version, or None before the first."""
-        entry = await self._manifests.find(LATEST)
-        return None if entry is None else entry.value
+        return await self._find(LATEST)
 
     async def manifest(self, version: int) -> Manifest | None:
         """Return the manifest of a version, or None if it does not exist (any more)."""
-        entry = await self._manifests.find(manifest_key(version))
-        return None if entry is None else entry.value
+        return await self._find(manifest_key(version))
+
+    async def _find(self, key: str) -> Manifest | None:
+        """Return a manifest; None if there is none of the job's transport."""
+        entry = await self._manifests.find(key)
+        return None if entry is None or not self._accepts(entry.value) else entry.value
+
+    def _accepts(self, manifest: Manifest) -> bool:
+        """Whether a version travels as the job's configuration says.
+
+        Before it was changed, versions may have had another transport.
+        """
+        is_own = manifest.transport == self._payloads.transport
+        return is_own or (manifest.transport == "nccl" and self._receiver is not None)
 
     async def is_out(self, version: int) -> bool:
         """Return whether a version, or a newer one, was published and can be fetched."""
@@ -363,8 +374,8 @@ class WeightStore:
         if latest is None or latest.version < version:
             return False
         if self._holder is None:
-            where = latest.location or latest.differences[-1].location
-            return await self._payloads.holds(latest.transport, where)
+            where = locations(latest)
+            return bool(where) and await self._payloads.holds(where[-1])
         manifest = await self.manifest(version)
         return manifest is not None and await self._holder.holds(manifest.location)
 
@@ -414,8 +425,8 @@ class WeightStore:
         """Return the tensors of a version: views of one buffer, checked against the digest.
 
         Raises NotFoundError if the version was removed, BrokerError if its digest differs twice,
-        ConfigError if it was then published by another version of tinkermq, or without the
-        `receiver` that it needs, MessageError for a manifest that contradicts itself,
+        ConfigError if it was then published by another version of tinkermq, or has another
+        transport than the job, MessageError for a manifest that contradicts itself,
         DeadlineError, StorageError (file transport), and ModelError on a machine whose model files
         differ from the learner's.
         """
@@ -445,6 +456,13 @@ class WeightStore:
             await self._again(manifest, lambda: receive(manifest))
 
     async def _check(self, manifest: Manifest) -> None:
+        if not self._accepts(manifest):
+            raise ConfigError(
+                f"version {manifest.version} travels by {manifest.transport}, and this job's "
+                f"versions by {self._payloads.transport}",
+                hint="weights.transport of the run's configuration decides; start a server of a "
+                "run whose transport was changed again",
+            )
         check_layout(manifest)
         await asyncio.to_thread(self._files.check, manifest)
 
@@ -473,11 +491,7 @@ class WeightStore:
     ) -> Payload:
         """Return the payload of a version, and hold the bases of later versions."""
         if manifest.transport == "nccl":
-            if self._receiver is None:
-                raise ConfigError(
-                    f"version {manifest.version} travels by nccl, and nothing here receives it",
-                    hint="fetch it where torch is installed, or set weights.transport=object",
-                )
+            assert self._receiver is not None  # else `_check` refuses it
             return await self._receiver.get(manifest)
         step = step_to(manifest)
         if step is None:
@@ -504,9 +518,8 @@ class WeightStore:
 
     async def _made(self, manifest: Manifest, base: Whole, step: Difference) -> Whole:
         async def fill(buffer: memoryview) -> None:
-            difference = await self._payloads.get(
-                manifest.transport, step.location, step.num_bytes, step.digest
-            )
+            place, size = step.location, step.num_bytes
+            difference = await self._payloads.get(place, size, step.digest)
             await asyncio.to_thread(make, base, difference, manifest, buffer)
 
         payload = await self._shared.get(manifest.digest, manifest.num_bytes, fill)
@@ -515,7 +528,7 @@ class WeightStore:
     async def _whole(self, manifest: Manifest) -> Whole:
         place, size, digest = manifest.location, manifest.num_bytes, manifest.digest
         if manifest.transport == "file":
-            payload = await self._payloads.get("file", place, size, digest)
+            payload = await self._payloads.get(place, size, digest)
         else:
             fill = partial(self._read_into, place, digest)
             payload = await self._shared.get(digest, size, fill)
@@ -588,18 +601,14 @@ class WeightStore:
         Raises NotFoundError if the bucket is gone.
         """
         manifests = [entry.value for entry in await self._manifests.items()]
-        by_version = {item.version: item.stored_bytes for item in manifests if self._is_own(item)}
+        by_version = {item.version: item.stored_bytes for item in manifests if self._accepts(item)}
         return sum(by_version.values()) + await self._payloads.free_bytes()
-
-    def _is_own(self, manifest: Manifest) -> bool:
-        """Whether the payload is in this store's place."""
-        return manifest.transport == self._payloads.transport
 
     async def sweep(self) -> None:
         """Remove payloads without a manifest, left by a learner that died while publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
-            {location for manifest in manifests for location in locations(manifest)}
+            {place for item in manifests if self._accepts(item) for place in locations(item)}
         )
 
     async def close(self) -> None:
@@ -611,7 +620,8 @@ class WeightStore:
     def _note_announcement(self, message: Msg) -> None:
         with contextlib.suppress(MessageError):  # an unreadable announcement also wakes
             early = WeightsAnnouncement.from_bytes(message.data).early
-            if early is not None and early.host == socket.gethostname():
+            is_here = early is not None and early.host == socket.gethostname()
+            if early is not None and is_here and self._accepts(early):
                 self._early = early
         self._announced.set()
 
@@ -627,7 +637,8 @@ class WeightStore:
             await self._manifests.put(LATEST, manifest)
 
     async def _remove_payload(self, manifest: Manifest) -> None:
-        if manifest.transport != "nccl":
-            await self._payloads.remove(manifest.transport, locations(manifest))
-        elif self._holder is not None:
+        """Remove what is stored for a version; a payload of another transport stays for `sweep`."""
+        if self._holder is not None and manifest.transport == "nccl":
             await self._holder.remove(manifest.location)
+        elif manifest.transport == self._payloads.transport:
+            await self._payloads.remove(locations(manifest))

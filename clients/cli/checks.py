@@ -171,7 +171,7 @@ def check_rows(config: JobConfig) -> str:
     with closing(ChatData(config.sft.data)) as data:
         for number in range(len(data)):
             data.check_row(number)
-        return f"{len(data)} conversations"
+        return "; ".join(filter(None, (f"{len(data)} conversations", data.note)))
 
 
 def refuse_unusable_inputs(config: JobConfig, url: str, *, has_model: bool) -> None:

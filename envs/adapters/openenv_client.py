@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError, MessageError
@@ -55,8 +55,18 @@ class Observation(BaseModel):
     model_config = ConfigDict(strict=True)
 
     observation: dict[str, Any]
-    reward: bool | float | None = Field(default=None, allow_inf_nan=False)
-    done: bool = False
+    reward: bool | float | None = Field(allow_inf_nan=False)
+    """Null: the step has none."""
+    done: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_inner(cls, value: Any) -> Any:
+        """Read `reward` and `done` from the observation if they are only there."""
+        fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+        inner = fields.get("observation")
+        known = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+        return {k: known[k] for k in ("reward", "done") if k in known} | fields if fields else value
 
 
 class Schemas(BaseModel):
@@ -351,8 +361,9 @@ class OpenEnvSession:
     def _observation(self, kind: str, frame: _Frame) -> Observation:
         if frame.type != "observation":
             raise OpenEnvError(f"{self.url} answered a {kind} with a {quoted(frame.type)}")
+        begun = {"reward": None, "done": False} if kind == "reset" else {}
         try:
-            return Observation.model_validate(frame.data)
+            return Observation.model_validate({**begun, **frame.data})
         except ValidationError as error:
             raise _malformed(self.url, f"the answer to {kind}", error) from error
 

@@ -22,11 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError, GameError, TinkermqError
 from ...schemas.wire.foreign import clean_text, shown, words_of
+from ...schemas.wire.message import summarize
 from ..agents.programs.environment import last_user_text
 from ..registry import Extra, extra
+from .openenv_client import Observation
 
 _PACKAGE = Extra("openenv", "pip install openenv")
 _WEBSOCKETS = extra("websockets", "openenv")
@@ -208,7 +212,14 @@ class _Elsewhere:
         data = self._request("step", {"message": message})
         info: Any = data.get("metadata")
         metadata = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
-        return _Observed(_number(data.get("reward")), bool(data.get("done")), metadata)
+        try:
+            answer = Observation.model_validate({"observation": {}, **data})
+        except ValidationError as error:
+            raise GameError(
+                f"{self._url} answered a step with {shown(data)}: {summarize(error)}",
+                hint="the answer to a step has reward, a number or null, and done",
+            ) from error
+        return _Observed(_number(answer.reward), answer.done, metadata)
 
     def close(self) -> None:
         self._opened.close()

@@ -16,7 +16,8 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import FunctionType, NoneType, UnionType
 from typing import (
@@ -79,9 +80,10 @@ class TrlGame(ToolGame):
         """
         self._tools = tools_of(type(self))
         self._functions_of_reward = _reward_functions(reward_funcs, reward_weights)
-        rewarded = reward_funcs is None or bool(self._functions_of_reward)
+        self._is_rewarded = reward_funcs is not None
+        has_reward = reward_funcs is None or bool(self._functions_of_reward)
         for name, factory in self.factories.items():
-            if not rewarded and not hasattr(_class_of(factory), "get_reward"):
+            if not has_reward and not hasattr(_class_of(factory), "get_reward"):
                 raise _no_reward(name or self.target)
         self.max_result_chars = max_result_chars
         self.max_calls = max_calls
@@ -152,7 +154,8 @@ class TrlGame(ToolGame):
         classes = dict.fromkeys(map(_class_of, self.factories.values()))
         sources = [f"{kind.__name__}.get_reward" for kind in classes if hasattr(kind, "get_reward")]
         for function, weight in self._functions_of_reward:
-            sources.append(f"{weight:g} × {function.__module__}:{function.__name__}")
+            module = getattr(function, "__module__", type(function).__module__)
+            sources.append(f"{weight:g} × {module}:{_name_of(function)}")
         tasks = "rows, whose columns reset gets; without data, reset makes them"
         if "" not in self.factories:
             tasks = f"rows, whose column {COLUMN} is {' or '.join(self.factories)}"
@@ -195,20 +198,28 @@ class TrlGame(ToolGame):
 
     def finish_early(self) -> StepResult:
         """Return the sum of `get_reward` and the reward functions, and each of them."""
-        rewards: dict[str, float] = {}
+        rewards: list[tuple[str, float]] = []
         info: dict[str, Any] = {}
         with self._dice.lent():
             if hasattr(self._environment, "get_reward"):
                 name = type(self._environment).__name__
-                rewards[name] = _number(
-                    _waited(self._environment.get_reward()), f"{name}.get_reward"
-                )
+                reward = _waited(self._environment.get_reward())
+                if reward is not None:
+                    rewards.append((name, _number(reward, f"{name}.get_reward")))
             for function, weight in self._functions_of_reward:
                 reward = self._call_reward_function(function, info)
                 if reward is not None:
-                    rewards[function.__name__] = weight * reward
-        info |= {f"reward_{name}": reward for name, reward in rewards.items()}
-        return StepResult("", sum(rewards.values()), done=True, info=info | self._counts())
+                    rewards.append((_name_of(function), weight * reward))
+        if not rewards and self._is_rewarded:
+            raise RewardError(
+                f"no reward function of {self.get_interaction_name()} returned a reward for this "
+                "episode, only None",
+                hint="let at least one of them return a number for each episode",
+            )
+        keys = _distinct(name for name, _ in rewards)
+        info |= {f"reward_{key}": reward for key, (_, reward) in zip(keys, rewards, strict=True)}
+        total = sum(reward for _, reward in rewards)
+        return StepResult("", total, done=True, info=info | self._counts())
 
     def _counts(self) -> dict[str, int]:
         return {**super()._counts(), "failed_calls": self._num_failed}
@@ -254,17 +265,17 @@ class TrlGame(ToolGame):
             listed = list(rewards)
         except Exception as error:
             raise RewardError(
-                f"the reward function {function.__name__} failed: {words_of(error)}\n"
+                f"the reward function {_name_of(function)} failed: {words_of(error)}\n"
                 f"{lines_of(error, (__file__,))}",
                 hint="it is called with lists of one prompt, one completion and one environment",
             ) from error
         if len(listed) != 1:
             raise RewardError(
-                f"the reward function {function.__name__} returned {len(listed)} rewards for one "
+                f"the reward function {_name_of(function)} returned {len(listed)} rewards for one "
                 "completion",
                 hint="return a list with one number, or None, for each completion",
             )
-        return None if listed[0] is None else _number(listed[0], function.__name__)
+        return None if listed[0] is None else _number(listed[0], _name_of(function))
 
 
 def _assistant_message(action: str) -> ChatMessage:
@@ -369,6 +380,21 @@ def _reward_function(target: str) -> Callable[..., Any]:
                 hint=f"leave {name} out of its parameters, or give it a default",
             )
     return function
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the name by which TRL shows a reward function: of an instance, that of its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _distinct(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names; the second of one name ends in `_2`, and so on."""
+    count = Counter[str]()
+    for name in names:
+        count[name] += 1
+        yield name if count[name] == 1 else f"{name}_{count[name]}"
 
 
 def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

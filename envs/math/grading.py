@@ -22,7 +22,7 @@ from typing import Literal
 
 from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
-from .units import clean, is_balanced, same_unit, split_unit, without_units
+from .units import clean, is_balanced, same_unit, sides_of, split_unit, without_units
 
 # Finding the answer. Pure.
 
@@ -121,8 +121,9 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
 
 def _numbers_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
     texts = (gold, answer)
-    letters = any((measure := split_unit(text)) is not None and measure.unit for text in texts)
-    right, answered = (split_unit(text, letters=letters) for text in texts)
+    right, answered = map(split_unit, texts)
+    if right is None or answered is None:  # a letter that one of them has may be a variable
+        right, answered = (split_unit(text, letters=False) for text in texts)
     if right is None:
         return _expressions_to_compare(*texts)
     is_rational = not _leaves_work(right.number) and not _IRRATIONAL.search(right.number)
@@ -244,6 +245,12 @@ class Grader:
         """
         if len(answer) > MAX_ANSWER_CHARS or "\0" in answer:
             return "wrong"
+        for side in sides_of(answer):
+            if (verdict := self._compare(gold, side)) != "right":
+                return verdict
+        return "right"
+
+    def _compare(self, gold: str, answer: str) -> Verdict:
         compared = to_compare(gold, answer)
         if isinstance(compared, bool):
             return "right" if compared else "wrong"

@@ -150,6 +150,7 @@ _NUMBER = re.compile(
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:[ ,]\d{3})+(?![\d,])")
 _EXPONENT = re.compile(r"(?<=\d)[eE]\+?(-?\d{1,3})(?![\d.])")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
 _MIXED = re.compile(r"(?<![\d.,/^])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.,/^])")
 
 
@@ -182,12 +183,32 @@ def clean(answer: str) -> str:
         text = text.replace(character, meaning)
     for pattern, meaning in _PLAIN_TEXT:
         text = pattern.sub(meaning, text)
-    text = _EMPTY_SETS.sub(r"\\emptyset ", text)
+    text = _REPEATING.sub(_fraction_of, _EMPTY_SETS.sub(r"\\emptyset ", text))
     text = text.replace("{,}", ",").replace(r"\degree", r"^\circ ")
     text = _NO_MEANING.sub("", _SPACES.sub(" ", text.replace(r"\!", "")))
     while (inner := _peeled(text)) != text:
         text = inner
     return text
+
+
+def _fraction_of(match: re.Match[str]) -> str:
+    r"""Return a repeating decimal as a fraction: `0.1\overline{6}` is 15/90."""
+    before, repeated = match[1] + match[2], match[3]
+    denominator = "9" * len(repeated) + "0" * len(match[2])
+    return rf"\frac{{{int(before + repeated) - int(before or '0')}}}{{{denominator}}}"
+
+
+def sides_of(answer: str) -> list[str]:
+    r"""Return the sides of an equation of numbers, else the answer alone.
+
+    `\frac{1}{2} = 0.5` has two, and `x = \frac{1}{2} = 0.5`: `x = \frac{1}{2}` and `x = 0.5`.
+    """
+    first, *others = clean(answer).split("=")
+    label = "" if split_unit(first) is not None or len(others) < 2 else f"{first}="
+    sides = others if label else [first, *others]
+    if any(split_unit(side) is None for side in sides):
+        return [answer]
+    return [label + side for side in sides]
 
 
 def _peeled(text: str) -> str:
@@ -232,10 +253,10 @@ def is_balanced(text: str) -> bool:
     return depth == 0
 
 
-def split_unit(answer: str, *, letters: bool = False) -> Measure | None:
+def split_unit(answer: str, *, letters: bool = True) -> Measure | None:
     """Split a clean answer into a number and its unit; None if it is not a number.
 
-    One bare letter may be a variable (5 m): it is a unit only with `letters`.
+    One letter behind a space may be a unit (5 m) or a variable: it is a unit only with `letters`.
     """
     label, text = _without_label(answer)
     text, currency = _without_currency(clean(text))
@@ -248,7 +269,10 @@ def split_unit(answer: str, *, letters: bool = False) -> Measure | None:
     number = match[0].rstrip(" .-") if match is not None else ""
     if "," in number or not re.search(r"\d|\\pi", number):
         return None
-    parsed = _parse_unit(text[len(number) :], letters=letters)
+    unit_text = text[len(number) :]
+    if re.search(r"\\[A-Za-z]+$", number):  # a space that only ends the name of \pi
+        unit_text = unit_text.lstrip()
+    parsed = _parse_unit(unit_text, letters=letters)
     if parsed is None:
         return None
     unit, scale = parsed

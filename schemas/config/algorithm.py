@@ -376,14 +376,15 @@ class AlgorithmConfig(Section):
     """Drop groups with equal rewards; each gives its admission credit back (DAPO)."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Soft penalty over the last tokens before the limit (`rollout.max_turn_tokens` for one-turn
-    episodes, else `rollout.max_response_tokens`); 0: none."""
+    episodes, else `rollout.max_response_tokens`), by the tokens that the policy generated; 0:
+    none."""
     overlong_factor: float = Field(default=1.0, ge=0, json_schema_extra=when("overlong_buffer"))
     """Largest overlong penalty, at the limit."""
     overlong_filter: bool = False
     """Leave episodes cut by a token limit out of all losses and their divisors (DAPO); their
     rewards still count in group mean and std."""
     length_coef: float = Field(default=0.0, ge=0)
-    """Reward shorter episodes of a group by up to half of this; unsolved ones
+    """Reward episodes of a group with fewer generated tokens by up to half of this; unsolved ones
     (`evaluation.success_reward`) only lose by length (Kimi k1.5)."""
 
     @property

@@ -64,14 +64,8 @@ _ROWS = (
     Rule(
         "algorithm.overlong_buffer",
         lambda job: job.algorithm.overlong_buffer,
-        "takes a sequence's length for the episode's, and an agent's episode has several: remove "
+        "counts up to the limit of one conversation, and an agent's episode has several: remove "
         "it, or bound episodes by agent.max_tokens",
-    ),
-    Rule(
-        "algorithm.length_coef",
-        lambda job: job.algorithm.length_coef,
-        "compares sequences' lengths as those of episodes, and an agent's episode has several: "
-        "remove it",
     ),
 )
 

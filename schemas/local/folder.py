@@ -63,6 +63,20 @@ class Folder:
         """Its path when it was opened: for messages only, not for opening."""
         self._fd = os.open(path, _FOLDER)
 
+    @classmethod
+    def held(cls, path: str | Path) -> Self:
+        """Open a folder whose path may have links; they are followed now and never again.
+
+        Its `path` is the real one, so what is decided on it holds for what was opened. Raises
+        OSError, also if a link has taken the place of a part meanwhile.
+        """
+        real = os.path.realpath(path)
+        folder = cls(real)
+        if str(Path(f"/proc/self/fd/{folder.fileno()}").readlink()) != real:
+            folder.close()
+            raise NotADirectoryError(errno.ENOTDIR, "a part of it has become a link", real)
+        return folder
+
     def __enter__(self) -> Self:
         """Return the folder."""
         return self
@@ -312,11 +326,20 @@ class Folder:
         )
 
 
-def _parts(name: str) -> list[str]:
+def is_inside(name: str) -> bool:
+    """Return whether a name of a file, joined by `/`, stays in the folder that it is relative to.
+
+    Links are not looked at; `Folder` follows none.
+    """
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
+    return not (path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts)
+
+
+def _parts(name: str) -> list[str]:
+    parts = list(PurePosixPath(name).parts)
+    if parts and not is_inside(name):
         raise ValueError(f"{name!r} leads out of a folder")
-    return list(path.parts)
+    return parts
 
 
 def _entry(item: "os.DirEntry[str]") -> FolderEntry | None:

@@ -51,7 +51,6 @@ class ModelOperation(Message):
     body: bytes = Field(max_length=MAX_BODY_BYTES)
     """Protobuf for `forward_backward`, else JSON."""
     is_zstd: bool = False
-    """Whether the body is compressed."""
     time: float = 0.0
     """When it was accepted."""
 
@@ -101,7 +100,6 @@ class OperationResult(Message):
     is_proto: bool = False
     """True: protobuf; false: JSON."""
     error: str = ""
-    """Why it failed."""
     category: Literal["user", "server", "unknown"] = "unknown"
     """Who caused the error."""
     queue_reason: str = ""
@@ -132,7 +130,6 @@ class ModelInfo(Message):
 
     model: ModelId
     base: str
-    """Name of the base model."""
     folder: str
     """The base model's, with its tokenizer."""
     arch: str
@@ -154,7 +151,6 @@ class TrainerOffer(Message):
     max_context: int
     """In tokens; 0: the model's limit."""
     max_rank: int
-    """Largest rank of an adapter."""
 
 
 class TrainerOffers(Message):

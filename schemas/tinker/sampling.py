@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ..wire.errors import NotFoundError
 from ..wire.message import Message
+from .checkpoints import CheckpointExport
 from .names import CheckpointName
 
 _SAMPLER = re.compile(r"([a-z0-9][a-z0-9-]{0,47}):sample:(0|[1-9][0-9]{0,18}):([A-Za-z0-9_-]+)")
@@ -148,25 +149,5 @@ class FoundSnapshot(Message):
     path: str = ""
     seq: int = 0
     """Operation that saved it."""
-    files: dict[str, int] = Field(default_factory=dict[str, int])
-    """Sizes of its files, by name."""
-
-
-class FetchSnapshot(Message):
-    """Request a part of a file."""
-
-    user: str = Field(pattern=_USER)
-    path: str = Field(max_length=400)
-    seq: int
-    file: str
-    offset: int = Field(ge=0, le=1 << 50)
-
-    max_bytes: ClassVar[int] = 2 << 10
-
-
-class SnapshotPart(Message):
-    """A part of a file; empty: its end."""
-
-    data: bytes
-
-    max_bytes: ClassVar[int] = (512 << 10) + (4 << 10)
+    export: CheckpointExport | None = None
+    """Its files, for a sampler that does not share the disk."""

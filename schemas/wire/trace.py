@@ -75,7 +75,6 @@ class StepTrace(Message):
     """
 
     step: int = Field(ge=1)
-    """The training step."""
     traceparent: str
     """W3C trace context of the step."""
     formed: float
@@ -95,6 +94,5 @@ class StepTrace(Message):
     """Each environment host of the pool: `full` (as many requests as workers), `play` (fewer),
     `idle`."""
     num_groups: int = Field(ge=0)
-    """Number of its groups."""
     groups: list[GroupTrace]
     """The last 64 of them to arrive, in order."""

@@ -174,7 +174,7 @@ def test_an_adapter_that_the_run_could_not_continue_is_told(model: Path, tmp_pat
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": [{"role": "user", "content": "hi"}]}, "no assistant message has text"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no assistant message is learnt"),
         ({"messages": []}, "messages of row 1"),
         ({"messages": "hi"}, "messages of row 1"),
         ({"other": 1}, "messages of row 1"),

@@ -57,7 +57,7 @@ def test_a_benchmark_runs_and_tells_its_figures(name: str, tmp_path: Path) -> No
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=390,
+        timeout=840,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

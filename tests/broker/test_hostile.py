@@ -63,7 +63,7 @@ STORED: list[Message] = [
         num_bytes=4,
         digest="d",
         transport="object",
-        location="v1",
+        location="v1-0123abcd",
         published=1.0,
     ),
     WeightsAnnouncement(version=1),

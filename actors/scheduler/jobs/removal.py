@@ -5,7 +5,6 @@ and every part may run again.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ from ....schemas.config.job import LimitsConfig
 from ....schemas.job import JobRecord, SealedSecrets
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import NodeStatus, RemoveRun
-from ....schemas.weights import Manifest
 from ....schemas.wire.errors import (
     ConflictError,
     MessageError,
@@ -269,13 +267,8 @@ class Remover:
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove published versions that are files; versions in the broker go with the streams."""
         weights: dict[str, Any] = record.config.get("weights") or {}
-        collected: list[str] = []
-        with contextlib.suppress(NotFoundError):
-            store = Bucket(self._broker, record.scope.bucket_weights, Manifest)
-            for entry in await store.items():
-                collected += [entry.value.location, *(d.location for d in entry.value.differences)]
         folder = str(weights.get("folder") or "")
-        await asyncio.to_thread(remove_weights, record.run_dir, folder, record.scope, collected)
+        await asyncio.to_thread(remove_weights, record.run_dir, folder, record.scope)
 
     async def _drop_keys(self, scope: JobScope, *, evaluations: bool = True) -> None:
         """Remove the job's entries in shared buckets, except its record."""

@@ -173,6 +173,15 @@ async def copy_models(
     return config.model_copy(update={"algorithm": config.algorithm.renamed(copies)})
 
 
+def with_weights_of(config: JobConfig, followed: JobRecord, its_config: JobConfig) -> JobConfig:
+    """Return a server's configuration with the transport of the weights of the run it follows."""
+    weights = its_config.weights
+    if weights.transport == "file" and weights.folder is None:
+        folder = str(Path(followed.run_dir) / "weights")
+        weights = weights.model_copy(update={"folder": folder})
+    return config.model_copy(update={"weights": weights})
+
+
 async def free_origins(record: JobRecord, stores: Stores) -> None:
     """Remove the copies of a job that is not created."""
     with contextlib.suppress(errors.TinkermqError):  # the store fails: the earlier error counts

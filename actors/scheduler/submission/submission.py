@@ -259,6 +259,9 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
             config = config.with_model(origins.begins_with(record))
+        if record.follow is not None:
+            followed = await self._view.get(record.user, record.follow)
+            config = origins.with_weights_of(config, followed, self._view.config(followed))
         sections.check_judge_prompt(config.env.reward)
         config, roots = await allowed_config(record, config, self._view, self._files)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind

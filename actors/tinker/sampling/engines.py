@@ -20,27 +20,22 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
 from ....schemas.plan.model_shape import count_positions
+from ....schemas.tinker.checkpoints import ExportedFile, FetchFile, FilePart
 from ....schemas.tinker.names import CheckpointName
-from ....schemas.tinker.sampling import (
-    FetchSnapshot,
-    FindSnapshot,
-    FoundSnapshot,
-    SamplerName,
-    SnapshotPart,
-)
+from ....schemas.tinker.sampling import FindSnapshot, FoundSnapshot, SamplerName
 from ....schemas.wire.array import IntVector
-from ....schemas.wire.errors import ModelError, TinkermqError
+from ....schemas.wire.errors import ModelError, NotFoundError, TinkermqError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
 from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
-from ...policy.model_folder import load_model_config, load_tokenizer
+from ...policy.chat import ChatTokenizer, open_chat
+from ...policy.model_folder import load_model_config
 from ...rollout.players import load_base, settled_for_gpu, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders
 from ..fair_share import FairShare
@@ -69,8 +64,6 @@ class Snapshot:
     """Path of the checkpoint."""
     folder: Path | None = None
     """Folder of its files; None: they are on the trainer's machine."""
-    files: dict[str, int] = field(default_factory=dict[str, int])
-    """Names and sizes of files on the trainer's machine."""
 
 
 class Snapshots:
@@ -104,7 +97,7 @@ class Snapshots:
         request = FindSnapshot(user=user, path=str(name), moves=source.moves)
         reply = await self._request("find", request, FoundSnapshot)
         engine_name = _engine_name(reply.owner, source, reply.path, reply.seq)
-        return Snapshot(engine_name, reply.seq, user, source, reply.path, None, reply.files)
+        return Snapshot(engine_name, reply.seq, user, source, reply.path)
 
     async def fetch(self, snapshot: Snapshot) -> Path:
         """Return the folder with an adapter's files; raises NotFoundError, ModelError."""
@@ -114,8 +107,12 @@ class Snapshots:
             self._fetched = await asyncio.to_thread(_make_folder)
         folder = self._place(snapshot)
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
-        for file, size in snapshot.files.items():
-            await self._fetch_file(snapshot, file, size, folder / file)
+        request = FindSnapshot(user=snapshot.user, path=snapshot.path)
+        reply = await self._request("find", request, FoundSnapshot)
+        if reply.export is None or reply.seq != snapshot.version:
+            raise NotFoundError(f"{snapshot.path} was saved anew", hint="sample again")
+        for file in reply.export.files:
+            await self._fetch_file(reply.export.ticket, file, folder / file.name)
         return folder
 
     def free(self, snapshot: Snapshot) -> None:
@@ -139,20 +136,14 @@ class Snapshots:
         assert self._fetched is not None
         return self._fetched / f"{snapshot.name}@{snapshot.version}".replace("/", "_")
 
-    async def _fetch_file(self, snapshot: Snapshot, file: str, size: int, target: Path) -> None:
+    async def _fetch_file(self, ticket: str, file: ExportedFile, target: Path) -> None:
         parts: list[bytes] = []
         offset = 0
-        while offset < size:
-            request = FetchSnapshot(
-                user=snapshot.user,
-                path=snapshot.path,
-                seq=snapshot.version,
-                file=file,
-                offset=offset,
-            )
-            part = await self._request("fetch", request, SnapshotPart)
+        while offset < file.size_bytes:
+            request = FetchFile(ticket=ticket, file=file.name, offset=offset)
+            part = await self._request("fetch", request, FilePart)
             if not part.data:
-                raise ModelError(f"{file} of {snapshot.path} is incomplete", hint="sample again")
+                raise ModelError(f"{file.name} of a checkpoint is incomplete", hint="sample again")
             parts.append(part.data)
             offset += len(part.data)
         await asyncio.to_thread(target.write_bytes, b"".join(parts))
@@ -309,7 +300,7 @@ class SampledBase:
     """A base model in an engine."""
 
     engine: AdapterEngine
-    tokenizer: PreTrainedTokenizerBase
+    chat: ChatTokenizer
     vocab: int
     max_context: int
     num_requests: int
@@ -331,11 +322,9 @@ async def open_engine(config: JobConfig) -> SampledBase:
         room = LoraConfig(rank=config.tinker.max_rank)
         base = await load_base(config, [room] * config.tinker.sampled_at_once)
     engine = cast("AdapterEngine", await start_engine(config, base=base))
-    tokenizer = await asyncio.to_thread(
-        load_tokenizer, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
-    )
+    chat = await asyncio.to_thread(open_chat, model, must_chat=False)
     at_once = config.generator.num_requests
-    return SampledBase(engine, tokenizer, int(text_config.vocab_size), context, at_once)
+    return SampledBase(engine, chat, int(text_config.vocab_size), context, at_once)
 
 
 # -- slots -----------------------------------------------------------------------------------------

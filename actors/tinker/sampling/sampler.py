@@ -10,7 +10,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import structlog
@@ -20,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from ....broker.client.connection import Broker, Msg
 from ....broker.client.parts import PartsService, Tell
 from ....broker.client.rpc import RequestContext
-from ....schemas.config.job import ModelConfig
 from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
 from ....schemas.tinker import wire
 from ....schemas.tinker.operation import OperationResult
@@ -29,9 +29,9 @@ from ....schemas.tinker.wire import TinkerBody
 from ....schemas.wire import errors
 from ....schemas.wire.bounds import MAX_CHARS, MAX_TOP_K
 from ....schemas.wire.subjects import rpc, user_of_rpc
-from ...engine.engine import Drawn, PromptScores, Sampling
-from ...policy.chat import ChatTokenizer, open_chat
-from ...policy.token_text import TextStream
+from ...engine.engine import PromptScores, Sampling
+from ...policy.chat import ChatTokenizer
+from ...rollout.choices import GrowingChoice
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
 from ...storage.tinker_checkpoints import TINKER_FOLDER
@@ -165,7 +165,7 @@ class PathAnswers:
 
     def __init__(
         self,
-        model: ModelConfig,
+        chat: ChatTokenizer,
         engine: engines.MeteredEngine,
         adapters: engines.SampledAdapters,
         find: Callable[[str, str], Awaitable[engines.Snapshot | None]],
@@ -174,15 +174,14 @@ class PathAnswers:
     ) -> None:
         """Answer with the adapter that `find` returns for a user and a path; None: the base model.
 
-        `find` raises an error for a path that the user may not use.
+        `find` raises an error for a path that the user may not use. Without a chat template in
+        `chat`, chats raise an error.
         """
-        self._model = model
+        self._chat = chat
         self._engine = engine
         self._adapters = adapters
         self._find = find
         self._max_context = max_context
-        self._opening = asyncio.Lock()
-        self._chat: ChatTokenizer | None = None
         self._num_open: Counter[str] = Counter()
 
     async def open(self, broker: Broker, parts: PartsService, service: str) -> None:
@@ -207,11 +206,10 @@ class PathAnswers:
         with self._counted(user, request):
             async with contextlib.AsyncExitStack() as using:
                 snapshot = await self._find(user, request.adapter)
-                chat = await self._tokenizer()
                 adapter = await self._loaded(using, snapshot, request)
                 answers = Answers(
                     engines.EngineOfUser(self._engine, user, adapter),
-                    chat,
+                    self._chat,
                     lambda: request.adapter,
                     max_context=self._max_context,
                     max_open=MAX_ANSWERS,
@@ -237,13 +235,6 @@ class PathAnswers:
                 f"{request.adapter} got no place in its sampler within {request.deadline_s:g} s",
                 hint="ask again, allow more time, or raise tinker.sampled_at_once",
             ) from None
-
-    async def _tokenizer(self) -> ChatTokenizer:
-        """Return the base model's tokenizer; without a chat template, chats raise an error."""
-        async with self._opening:
-            if self._chat is None:
-                self._chat = await asyncio.to_thread(open_chat, self._model, must_chat=False)
-        return self._chat
 
     @contextlib.contextmanager
     def _counted(self, user: str, request: ChatRequest | CompletionRequest) -> Iterator[None]:
@@ -315,13 +306,13 @@ class Sampler:
         self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
         self._answers = PathAnswers(
-            context.config.model,
+            base.chat,
             self._metered,
             self._adapters,
             self._admitted,
             max_context=base.max_context,
         )
-        self._tokenizer: Any = base.tokenizer
+        self._chat = base.chat
         self._vocab = base.vocab
         self._max_context = base.max_context
         self._open: dict[str, OrderedDict[str, _Open]] = {}
@@ -490,40 +481,31 @@ class Sampler:
         room = max(1, self._max_context - len(prompt))
         ids, texts = self._stops(params.stop)
         request = _name_of(body, number)
-        stream = TextStream(self._tokenizer.decode, texts)
-
-        def look(token: Drawn) -> None:
-            stream.push(token.token_id)
-            if stream.stopped:
-                self._engine.cancel(request)
-
-        most = min(params.max_tokens or room, room)
-        made = await self._metered.generate(
-            user,
-            prompt,
-            Sampling(
-                max_new_tokens=most,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(params.top_k, 0),
-                stop_token_ids=ids,
-                seed=None if params.seed is None else params.seed + number,
-            ),
-            request_id=request,
-            on_token=look if texts else None,
-            adapter=adapter,
+        sampling = Sampling(
+            max_new_tokens=min(params.max_tokens or room, room),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            stop_token_ids=ids,
+            seed=None if params.seed is None else params.seed + number,
         )
-        if stream.stopped:  # the engine may have drawn more before it was cancelled
-            num = stream.num_tokens
-            return Sampled(made.token_ids[:num], made.logprobs[:num], "stop")
-        ended = "length" if made.finish_reason == "length" else "stop"
-        return Sampled(made.token_ids, made.logprobs, ended)
+        draw = partial(
+            self._metered.generate, user, prompt, sampling, request_id=request, adapter=adapter
+        )
+        cancel = partial(self._engine.cancel, request)
+        # a stop text may be a special token, which has no text in a chat
+        decode = self._chat.decode_all
+        choice = GrowingChoice(number, self._chat, texts, by_token=False, decode=decode)
+        made = await choice.generate(draw, cancel, lambda: None)
+        num = len(choice.drawn)  # the engine may have drawn more before it was cancelled
+        ended = "length" if made.finish_reason == "length" and not choice.stopped else "stop"
+        return Sampled(made.token_ids[:num], made.logprobs[:num], ended)
 
     def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[tuple[int, ...], list[str]]:
         """Return the stop tokens and stop texts; by default the model's end token."""
         if stop is None:
-            end = self._tokenizer.eos_token_id
-            return (() if end is None else (int(end),)), []
+            end = cast("int | None", self._chat.tokenizer.eos_token_id)
+            return (() if end is None else (end,)), []
         if isinstance(stop, str):
             return (), [stop]
         ids = tuple(item for item in stop if isinstance(item, int))

@@ -107,7 +107,7 @@ async def learner(
 async def store(nats_server: NatsServer, scope: JobScope) -> AsyncIterator[WeightStore]:
     """The weights as a generator opens them."""
     async with await connect(nats_server.url, name="generator") as broker:
-        yield WeightStore(broker, scope)
+        yield WeightStore(broker, scope, "nccl")
 
 
 @pytest_asyncio.fixture(loop_scope="package")

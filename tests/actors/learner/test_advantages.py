@@ -346,7 +346,7 @@ def test_the_overlong_penalty_grows_over_the_buffer():
 
 def test_an_episode_that_a_limit_cut_gets_the_whole_overlong_penalty():
     lengths, cut = torch.tensor([50, 90, 30]), torch.tensor([False, False, True])
-    penalties = overlong_penalty(lengths, 100, 20, factor=2.0, cut_S=cut)
+    penalties = overlong_penalty(lengths, 100, 20, factor=2.0, cut_E=cut)
     torch.testing.assert_close(penalties, torch.tensor([0.0, -1.0, -2.0]))
 
 

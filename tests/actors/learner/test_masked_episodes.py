@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.training.advantages import Values
-from tinkermq.actors.training.batch import assemble
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinkermq.actors.training.advantages import ADVANTAGES, Values
+from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.credit import Credit, assign_credit
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.off_policy import CorrectionInputs, correct
@@ -199,28 +201,131 @@ def test_a_batch_that_is_masked_as_a_whole_changes_nothing_and_tells_finite_numb
     assert report.numbers["actor/entropy"] > 0
 
 
-def _of_rewards(rewards: list[float], hung: set[int], **config: Any) -> Credit:
-    """One token for each episode of a group; some took their game too long."""
-    episodes = [
-        make_trajectory([1], [([11], [])], [reward], finish="timeout" if at in hung else "done")
-        for at, reward in enumerate(rewards)
-    ]
-    settings = {"env": {"game": "none", "on_step_timeout": "mask"}, "algorithm": config}
-    return assign_credit(_config(**settings), assemble([make_group(episodes)]), None, None, None)
+def _batch(groups: list[list[tuple[float, bool]]]) -> TrainingBatch:
+    """Groups of episodes of two turns, with rewards, some of whose games took too long.
+
+    Equal observations have equal ids; the components of a reward are its halves.
+    """
+    made: list[Group] = []
+    for number, episodes in enumerate(groups):
+        rows = [
+            make_trajectory(
+                [1],
+                [([11, 12], [5 + at % 2]), ([13], [])],
+                [reward / 4, 3 * reward / 4],
+                finish="timeout" if hung else "done",
+                info={"half": reward / 2, "rest": reward / 2},
+            )
+            for at, (reward, hung) in enumerate(episodes)
+        ]
+        greedy = make_trajectory([1], [([7], [])], [0.5], greedy=True)
+        made.append(make_group([*rows, greedy], number))
+    return assemble(made, components=["half", "rest"])
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"])
-def test_an_episode_that_took_its_game_too_long_is_neither_trained_nor_compared_with(
-    advantage: str,
+_ADVANTAGES: list[dict[str, Any]] = [
+    *({"advantage": name} for name in sorted(ADVANTAGES) if name != "gdpo"),
+    *({"advantage": name, "advantage_std": std} for name in ("grpo", "gigpo") for std in ("none",)),
+    {"advantage": "grpo", "advantage_std": "batch"},
+    {"advantage": "gdpo", "reward_components": {"half": 1.0, "rest": 0.5}},
+    {"advantage": "grpo", "length_coef": 0.5},
+    {"advantage": "grpo", "sample": "turn", "advantage_std": "batch"},
+    {"advantage": "gpg", "sample": "turn"},
+]
+_NEEDS_NO_PEERS = {"gae", "reinforce_pp", "remax"}
+
+
+def _timed(batch: TrainingBatch, algorithm: dict[str, Any]) -> Credit:
+    told = Values(batch.token_rewards_N / 3) if algorithm["advantage"] == "gae" else None
+    env = {"game": "none", "on_step_timeout": "mask"}
+    config = _config(env=env, algorithm={"overlong_filter": False, **algorithm})
+    return assign_credit(config, batch, None, None, told)
+
+
+@pytest.mark.parametrize("algorithm", _ADVANTAGES, ids=str)
+@given(data=st.data())
+@settings(max_examples=8, deadline=None)
+def test_episodes_that_took_their_game_too_long_change_nothing_elsewhere(
+    algorithm: dict[str, Any], data: st.DataObject
 ) -> None:
-    credit = _of_rewards([1.0, 0.0, 0.0, 1.0], {1, 3}, advantage=advantage)
-    without = _of_rewards([1.0, 0.0], set(), advantage=advantage)
-    assert credit.kept_S.tolist() == [True, False, True, False]
-    assert credit.advantages_N[[1, 3]].tolist() == [0.0, 0.0]
-    torch.testing.assert_close(credit.advantages_N[[0, 2]], without.advantages_N)
+    rewards = st.integers(0, 3).map(float)
+    groups = [data.draw(st.lists(rewards, min_size=2, max_size=4)) for _ in range(3)]
+    whole = [[(reward, False) for reward in group] for group in groups]
+    masked = [
+        group + [(reward, True) for reward in data.draw(st.lists(rewards, max_size=2))]
+        for group in whole
+    ]
+    # A group of which one episode is left; of a second one, none is.
+    alone = [[(data.draw(rewards), False), (9.0, True)], [(7.0, True), (0.0, True)]]
+    batch = _batch([*masked, *alone])
+    credit = _timed(batch, algorithm)
+    hung_N = batch.timed_out_S[batch.seq_N]
+    assert torch.equal(credit.kept_N, ~hung_N)
+    assert not credit.advantages_N[hung_N].any()
+    left_N = (batch.group_S[batch.seq_N] == len(groups)) & ~hung_N
+    others_N = ~hung_N & ~left_N
+    if algorithm["advantage"] in _NEEDS_NO_PEERS:
+        whole.append(alone[0][:1])  # it is trained without others, and counts
+        others_N |= left_N
+    else:
+        assert not credit.advantages_N[left_N].any()
+    wanted = _timed(_batch(whole), algorithm)
+    torch.testing.assert_close(credit.advantages_N[others_N], wanted.advantages_N)
+    if credit.targets is not None and wanted.targets is not None:
+        torch.testing.assert_close(credit.targets.returns_N[others_N], wanted.targets.returns_N)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_the_only_one_that_did_not_hang_earns_nothing(advantage: str) -> None:
-    credit = _of_rewards([1.0, 0.0, 0.0], {1, 2}, advantage=advantage)
-    assert credit.advantages_N.tolist() == [0.0, 0.0, 0.0]
+def test_a_batch_whose_games_all_took_too_long_earns_nothing() -> None:
+    credit = _timed(_batch([[(1.0, True), (0.0, True)]]), {"advantage": "grpo"})
+    assert not credit.kept_N.any()
+    assert not credit.advantages_N.any()
+    assert credit.rewards_E.tolist() == [1.0, 0.0]
+
+
+def _agents_group(hung: bool) -> Group:
+    """Three episodes of an agent, each of a main row and a sub-agent's; the last may hang."""
+    rows = [
+        make_trajectory(
+            [1],
+            [([11, 12][: 1 + place], [])],
+            [reward if kind == "main" else 0.0],
+            finish="timeout" if hung and episode == 2 else "done",
+            episode=episode,
+            kind=kind,
+        )
+        for episode, reward in enumerate((1.0, 0.0, 5.0))
+        for place, kind in enumerate(("main", "help"))
+    ]
+    return make_group(rows if hung else rows[:4])
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp", "dr_grpo"])
+def test_episodes_of_several_rows_are_left_out_whole(advantage: str) -> None:
+    masked, plain = (
+        _timed(assemble([_agents_group(hung)]), {"advantage": advantage}) for hung in (True, False)
+    )
+    assert masked.kept_S.tolist() == [True] * 4 + [False] * 2
+    assert torch.equal(masked.advantages_N[:6], plain.advantages_N)
+    assert not masked.advantages_N[6:].any()
+
+
+@pytest.mark.parametrize("key", ["overlong_buffer", "length_coef"])
+def test_the_length_of_an_episode_is_what_its_policy_wrote_in_all_rows(key: str) -> None:
+    """Observations do not count, and an episode of two rows is charged once."""
+
+    def earned(group: Group) -> list[float]:
+        values = {"overlong_buffer": 40, "length_coef": 1.0}
+        algorithm = {"advantage": "grpo", "overlong_filter": False, key: values[key]}
+        config = _config(algorithm=algorithm)
+        return assign_credit(config, assemble([group]), None, None, None).rewards_E.tolist()
+
+    ten = list(range(10, 20))
+    short = make_trajectory([1], [(ten[:5], [9] * 5), (ten[5:], [])], [0.0, 1.0])
+    long = make_trajectory([1], [(ten[:5], [9] * 200), (ten[5:], [])], [0.0, 1.0])
+    first, second = earned(make_group([short, long]))
+    assert first == second == (1.0 if key == "length_coef" else earned(make_group([short]))[0])
+    rows = [
+        make_trajectory([1], [(ids, [])], [reward], episode=0, kind=kind)
+        for ids, reward, kind in ((ten[:5], 1.0, "main"), (ten[5:], 0.0, "help"))
+    ]
+    assert earned(make_group(rows)) == pytest.approx(earned(make_group([short])))

@@ -260,13 +260,11 @@ def test_remax_compares_with_the_greedy_episode(folder: Path, policy: PreTrained
 
 def test_overlong_responses_lose_reward(folder: Path, policy: PreTrainedModel) -> None:
     groups = _groups()
-    lengths = [
-        len(item.mask) - int(np.argmax(item.mask)) for group in groups for item in group.sampled
-    ]
+    lengths = [item.num_generated for group in groups for item in group.sampled]
     plain = _advantages_of(groups)
 
     def advantages(rewards: list[float]) -> list[torch.Tensor]:
-        penalties = [min(-(length - (16 - 12)) / 12 * 2.0, 0.0) for length in lengths]
+        penalties = [-2.0 * min(max(length - (16 - 12), 0) / 12, 1.0) for length in lengths]
         return plain([a + b for a, b in zip(rewards, penalties, strict=True)])
 
     config = learner_job(

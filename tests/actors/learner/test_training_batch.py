@@ -39,7 +39,6 @@ def test_every_generated_token_knows_its_episode_turn_reward_and_version() -> No
     assert batch.versions_N.tolist() == [4, 4, 5, 5, 0, 0]
     assert batch.rewards_S.tolist() == [2.5, 1.0, -1.0]
     assert batch.group_S.tolist() == [0, 0, 1]
-    assert batch.lengths_S.tolist() == [5, 1, 3]
     assert [item.token_ids.tolist() for item in batch.sequences] == [
         [1, 2, 3, 4, 5, 6, 7, 8],
         [1, 2, 3, 9],
@@ -65,7 +64,7 @@ def test_a_component_of_the_reward_is_a_number_that_can_be_trained(told: object)
 
 def test_types_are_those_that_the_losses_expect() -> None:
     batch = assemble(_two_groups())
-    for name in ("seq_N", "turn_N", "versions_N", "group_S", "lengths_S"):
+    for name in ("seq_N", "turn_N", "versions_N", "group_S"):
         assert getattr(batch, name).dtype == torch.int64, name
     for name in ("token_rewards_N", "behaviour_N", "rewards_S"):
         assert getattr(batch, name).dtype == torch.float32, name

@@ -254,7 +254,63 @@ def test_the_group_of_a_row_is_what_the_assistant_says_of_the_version_that_is_as
     assert chat.decode(row.token_ids[made]) == "4"
     assert set(row.versions[made].tolist()) == {3}
     assert not row.logprobs.any()
-    assert row.messages == ROWS[0]["messages"]
+    assert row.messages == ROWS[0]["messages"][:2]  # up to the last one that is learnt
+
+
+@pytest.mark.parametrize("key", ["weight", "trainable", "train", "training", "loss"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_message_that_its_author_excludes_is_context(
+    tmp_path: Path, key: str, suffix: str
+) -> None:
+    def said(text: str, value: Any = None) -> dict[str, Any]:
+        return {"role": "assistant", "content": text} | ({} if value is None else {key: value})
+
+    on, off = (1, 0) if key == "weight" else (True, False)
+    rows = [
+        {"messages": [ASKED, said("3", off), ASKED, said("4", on), ASKED, said("5", off)]},
+        {"messages": [ASKED, said("3", off)]},
+    ]
+    path = write_rows(tmp_path / f"c.{suffix}", rows)
+    with contextlib.closing(ChatData([str(path)])) as data:
+        (row,) = demonstrated(data, 0).trajectories
+        chat = ChatTokenizer(make_tokenizer())
+        assert chat.decode(row.token_ids[row.mask == 1]) == "4"
+        assert len(row.turn_ends) == 1
+        assert row.turn_ends[-1] == len(row.token_ids) - 1
+        whole = chat.conversation(rows[0]["messages"][:4])  # the same tokens, one turn less
+        assert row.token_ids.tolist() == whole.token_ids.tolist()
+        with pytest.raises(DataError, match="no assistant message is learnt in row 1"):
+            data.check_row(1)
+        with pytest.raises(GroupFailed, match="no message of the assistant that is learnt"):
+            demonstrated(data, 1)
+        assert data.note == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "weight": 0.5}, r"row 0 of .*: message 1 has weight 0\.5"),
+        ({"role": "assistant", "train": "no"}, "message 1 has train 'no'"),
+        ({"role": "user", "weight": 1}, "message 1 has weight 1, and its role is 'user'"),
+    ],
+)
+def test_a_weight_that_cannot_be_honoured_is_refused_by_row_and_key(
+    tmp_path: Path, message: dict[str, Any], words: str
+) -> None:
+    row = {"messages": [ASKED, {"content": "4", **message}]}
+    path = write_rows(tmp_path / "c.jsonl", [row])
+    with contextlib.closing(ChatData([str(path)])) as data, pytest.raises(DataError, match=words):
+        data.row(0)
+
+
+def test_keys_that_may_have_no_effect_are_named_with_their_first_row(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "4", "mask_it": True, "tool_calls": None}
+    path = write_rows(tmp_path / "c.jsonl", [ROWS[0], {"messages": [ASKED, said]}] * 2)
+    with contextlib.closing(ChatData([str(path)])) as data:
+        for number in range(4):
+            data.row(number)
+        assert data.note.startswith("keys of messages that only a chat template may read: 'mask_it")
+        assert data.note.count("row 1 of") == 1
 
 
 def test_a_row_longer_than_the_models_positions_is_given_up(data: ChatData, tmp_path: Path) -> None:
@@ -271,7 +327,7 @@ def test_a_row_longer_than_the_models_positions_is_given_up(data: ChatData, tmp_
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        (1, "has no message of the assistant"),
+        (1, "has no message of the assistant that is learnt"),
         (2, r"row 2 of .* has \d+ tokens, rollout.max_prompt_tokens \+ rollout"),
         (3, "row 3 does not exist"),
         (None, "task 5 names no row"),

@@ -141,7 +141,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         {"model": {"path": str(model)}, "env": {"game": ""}, "tinker": {"base": "org/tiny"}}
     )
     engine = await TransformersEngine.start(str(model), max_slots=4, max_context=CONTEXT)
-    base = SampledBase(engine, load_tokenizer(str(model)), VOCAB, CONTEXT, 256)
+    base = SampledBase(engine, open_chat(config.model, must_chat=False), VOCAB, CONTEXT, 256)
     with NatsServer(folder / "nats") as server:
         async with (
             await connect(server.url, name="test") as broker,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker import catalogue_service, models, worker
+from tinkermq.actors.tinker import exports, models, worker
 from tinkermq.actors.tinker.catalogue import Catalogue
 from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
@@ -25,7 +25,7 @@ from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.config.sections import ADAPTER_FILES
+from tinkermq.schemas.config.sections import ADAPTER_CONFIG, ADAPTER_FILES
 from tinkermq.schemas.job import JobRecord, TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.checkpoints import (
@@ -553,7 +553,7 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
         await trainer.send("create_model", 0, create())
         fixed = await save(trainer, 1, "snapshot")
         moves = await save(trainer, 2, "inflight")
-        monkeypatch.setattr(catalogue_service, "SNAPSHOT_PART_BYTES", 1000)
+        monkeypatch.setattr(exports, "PART_BYTES", 1000)
         await CatalogueService(Catalogue(states), Models()).open(service, elsewhere)
         assert (fixed.moves, moves.moves) == (False, True)
         for source, seq in ((fixed, 1), (moves, 2)):
@@ -563,8 +563,12 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
             assert local.folder is not None
             assert remote.folder is None
             fetched = await away.fetch(remote)
-            for file in ADAPTER_FILES:
-                assert (fetched / file).read_bytes() == (local.folder / file).read_bytes()
+            assert {file.name for file in fetched.iterdir()} == set(ADAPTER_FILES)
+            weights = "adapter_model.safetensors"
+            assert (fetched / weights).read_bytes() == (local.folder / weights).read_bytes()
+            config = json.loads((local.folder / ADAPTER_CONFIG).read_text())
+            with_base = {**config, "base_model_name_or_path": BASE}
+            assert json.loads((fetched / ADAPTER_CONFIG).read_text()) == with_base
             away.free(remote)
             assert not fetched.exists()
         assert (here.is_here, away.is_here) == (True, False)

@@ -69,7 +69,7 @@ def die(url: str, scope: JobScope, dies_at: DiesAt) -> None:
     async def run() -> None:
         async with await connect(url, name="victim") as broker:
             receiver = BroadcastReceiver(broker, scope)
-            manifest = await WeightStore(broker, scope).wait_newer(-1, PATIENCE_S)
+            manifest = await WeightStore(broker, scope, "nccl").wait_newer(-1, PATIENCE_S)
             assert manifest is not None
             place = await receiver._place(manifest)
             if dies_at == "met":

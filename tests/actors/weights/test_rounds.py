@@ -246,7 +246,7 @@ async def test_a_learner_that_stays_away_is_named(broker: Broker, learner, scope
     with pytest.raises(DeadlineError, match=r"version 0 was waited for for 0.1 s: the learner"):
         await store.fetch(manifest)
     await learner.start()
-    with pytest.raises(ConfigError, match="travels by nccl, and nothing here receives it"):
+    with pytest.raises(ConfigError, match="travels by nccl, and this job's versions by object"):
         await WeightStore(broker, scope).fetch(manifest)
 
 

@@ -4,7 +4,8 @@ import asyncio
 import resource
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from tinkermq.broker.jetstream.streams import (
 )
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.weights import Manifest
+from tinkermq.schemas.weights import Manifest, weight_file
 from tinkermq.schemas.wire.errors import (
     BrokerError,
     ConfigError,
@@ -72,12 +73,16 @@ def _files(folder: Path) -> list[str]:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def store(
-    request: pytest.FixtureRequest, broker: Broker, scope: JobScope, tmp_path: Path
-) -> WeightStore:
-    return WeightStore(
-        broker, scope, request.param, folder=tmp_path / "weights", chunk_bytes=1 << 16
-    )
+def open_store(
+    request: pytest.FixtureRequest, scope: JobScope, tmp_path: Path
+) -> Callable[..., WeightStore]:
+    folder = tmp_path / "weights"
+    return partial(WeightStore, scope=scope, transport=request.param, folder=folder)
+
+
+@pytest.fixture
+def store(open_store: Callable[..., WeightStore], broker: Broker) -> WeightStore:
+    return open_store(broker, chunk_bytes=1 << 16)
 
 
 async def test_what_was_published_is_fetched_bit_for_bit(store: WeightStore) -> None:
@@ -94,12 +99,12 @@ async def test_nothing_at_all_can_be_published(store: WeightStore) -> None:
 
 
 async def test_a_late_joiner_finds_all_versions_and_the_latest(
-    store: WeightStore, nats_server: NatsServer, scope: JobScope
+    store: WeightStore, nats_server: NatsServer, open_store: Callable[[Broker], WeightStore]
 ) -> None:
     for version in (0, 1, 2):
         await store.publish(version, _tensors(version))
     async with await connect(nats_server.url, name="late") as late:
-        joiner = WeightStore(late, scope)
+        joiner = open_store(late)
         assert await joiner.versions() == [0, 1, 2]
         latest = await joiner.latest()
         assert latest is not None
@@ -139,10 +144,10 @@ async def test_a_removed_version_is_gone_and_removing_again_is_harmless(
 
 
 async def test_a_waiter_is_woken_by_the_announcement(
-    store: WeightStore, nats_server: NatsServer, scope: JobScope
+    store: WeightStore, nats_server: NatsServer, open_store: Callable[..., WeightStore]
 ) -> None:
     async with await connect(nats_server.url, name="waiter") as connection:
-        waiter = WeightStore(connection, scope, poll_s=AFTER_PATIENCE_S)
+        waiter = open_store(connection, poll_s=AFTER_PATIENCE_S)
         assert await waiter.wait_newer(-1, 0.05) is None
         waiting = asyncio.create_task(waiter.wait_newer(-1, AFTER_PATIENCE_S))
         await asyncio.sleep(0.1)
@@ -229,11 +234,12 @@ async def test_weights_of_another_version_of_tinkermq_are_not_told_to_be_damaged
 async def test_a_damaged_file_is_an_error(broker: Broker, scope: JobScope, tmp_path: Path) -> None:
     store = WeightStore(broker, scope, "file", folder=tmp_path)
     manifest = await store.publish(3, _tensors(3))
-    content = await asyncio.to_thread(Path(manifest.location).read_bytes)
-    await asyncio.to_thread(Path(manifest.location).write_bytes, content[:-10] + b"\xff" * 10)
+    file = tmp_path / weight_file(scope, manifest.location)
+    content = await asyncio.to_thread(file.read_bytes)
+    await asyncio.to_thread(file.write_bytes, content[:-10] + b"\xff" * 10)
     with pytest.raises(BrokerError, match="version 3 is damaged"):
         await store.fetch(manifest)
-    await asyncio.to_thread(Path(manifest.location).write_bytes, b"")
+    await asyncio.to_thread(file.write_bytes, b"")
     with pytest.raises(StorageError, match="cannot be read"):
         await store.fetch(manifest)
 
@@ -297,7 +303,7 @@ async def test_a_learner_removes_what_a_killed_one_has_left_in_a_folder_of_sever
 ) -> None:
     store = WeightStore(broker, scope, "file", folder=tmp_path)
     manifest = await store.publish(3, _tensors(0))
-    own = Path(manifest.location).name
+    own = weight_file(scope, manifest.location)
     others = [own.replace(scope.job, f"{scope.job}-x"), f".{own}".replace(scope.user, "bob"), "my"]
     halves = [f".{own}.0123abcd", own.replace("v3", "v4"), own.replace("v3", "v4-from-v3")]
     for name in [*others, *halves]:
@@ -312,8 +318,9 @@ async def test_the_file_opens_as_safetensors_and_leaves_no_temporary_one(
 ) -> None:
     tensors = {"w": TensorBytes("float32", (2, 3), memoryview(np.arange(6, dtype="<f4").tobytes()))}
     manifest = await WeightStore(broker, scope, "file", folder=tmp_path).publish(0, tensors)
-    assert (load_file(manifest.location)["w"] == np.arange(6).reshape(2, 3)).all()
-    assert _files(tmp_path) == [Path(manifest.location).name]
+    file = weight_file(scope, manifest.location)
+    assert (load_file(tmp_path / file)["w"] == np.arange(6).reshape(2, 3)).all()
+    assert _files(tmp_path) == [file]
 
 
 async def test_a_reader_keeps_a_file_that_is_removed_under_it(

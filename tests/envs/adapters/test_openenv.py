@@ -342,6 +342,22 @@ def error_answer(code):
     return lambda _: {"type": "error", "data": data}
 
 
+def answered(**data):
+    return {"type": "observation", "data": data}
+
+
+async def test_a_reward_and_an_end_that_stand_in_the_observation_alone_are_used():
+    inner = {"echoed": "x", "reward": 0.25, "done": True}
+    server = Behaviour(
+        answer=lambda message: answered(observation=inner) if message["type"] == "step" else None
+    )
+    with serving(server) as (url,):
+        async with playing(url) as (runner, _):
+            await opened(runner, "a")
+            result = await runner.step("a", "x")
+            assert (result.reward, result.done, result.observation) == (0.25, True, "x")
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -352,6 +368,8 @@ def error_answer(code):
         (lambda _: '{"type": "observation", "data": {"observation": {"a": "\\ud800"}}}', "half"),
         (lambda _: b"\xff\xfe", "not of the protocol"),
         (lambda _: {"type": "observation", "data": {}}, "observation: Field required"),
+        (lambda _: answered(observation={}, done=True), "reward: Field required"),
+        (lambda _: answered(observation={"reward": 1.0}), "done: Field required"),
         (lambda _: observed({}, "1"), "reward"),
         (lambda _: observed({}, float("nan")), "reward"),
         (lambda _: observed({}, 1.0, "yes"), "done"),

@@ -137,6 +137,27 @@ def test_reward_functions_get_what_trl_gives_them_and_are_weighted() -> None:
     }
 
 
+def test_reward_functions_of_one_name_all_count() -> None:
+    names = ["first_correct", "second_correct", "two_points", "four_points"]
+    functions = [f"trl_classes:{name}" for name in names]
+    game, _ = opened(
+        "trl_classes:CounterEnv", ROW, reward_funcs=functions, reward_weights=[1, 10, 100, 1000]
+    )
+    last = step(game, "done")
+    assert last.reward == 1 + 10 + 200 + 4000
+    names = ["reward_correct", "reward_correct_2", "reward_Scored", "reward__scored"]
+    assert [last.info[name] for name in names] == [1.0, 10.0, 200.0, 4000.0]
+
+
+def test_an_episode_of_which_no_function_says_anything_fails() -> None:
+    function = "trl_classes:says_nothing"
+    game, _ = opened("trl_classes:CounterEnv", ROW, reward_funcs=function)
+    with pytest.raises(RewardError, match="no reward function of CounterEnv returned a reward"):
+        game.step("done")
+    game, _ = opened("trl_classes:CounterEnv", ROW, reward_funcs=[function, "trl_classes:counted"])
+    assert step(game, "done").reward == 0.0
+
+
 def test_tools_and_rewards_that_wait_are_awaited() -> None:
     game, _ = opened("trl_classes:make_search", ROW)
     assert step(game, call("search", query="a b")).observation == "a b 3 new\nx"

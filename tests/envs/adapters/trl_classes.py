@@ -1,5 +1,6 @@
 """Environment classes as users of TRL write them; nothing here knows of tinkermq."""
 
+import functools
 import random
 from typing import Literal
 
@@ -226,6 +227,36 @@ def of_tokens(completions, completion_ids):
 
 def of_trainer(completions, trainer_state=None):
     return [float(trainer_state is None)]
+
+
+def says_nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+
+class Scored:
+    """A reward function with a state."""
+
+    def __init__(self, reward: float) -> None:
+        self._reward = reward
+
+    def __call__(self, completions, **kwargs):
+        return [self._reward] * len(completions)
+
+
+def _scored(completions, reward, **kwargs):
+    return [reward] * len(completions)
+
+
+def _same_name(reward: float):
+    def correct(completions, **kwargs):
+        return [reward] * len(completions)
+
+    return correct
+
+
+first_correct, second_correct = _same_name(1.0), _same_name(1.0)
+two_points = Scored(2.0)
+four_points = functools.partial(_scored, reward=4.0)
 
 
 def too_many(completions, **kwargs):
