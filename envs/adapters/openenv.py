@@ -29,6 +29,7 @@ from uuid import uuid4
 
 import httpx
 
+from ...schemas.local.process import is_killed_from_outside, num_oom_kills
 from ...schemas.wire.errors import GameError
 from ...schemas.wire.foreign import shown, words_of
 from ..game import StepResult
@@ -634,8 +635,11 @@ class StartedServer:
         with self._lock:
             if self._running is None or not self._running.is_there():
                 self._end()
+                deadline = time.monotonic() + self._start_s
                 self._running = self._launch()
-                self._wait(self._running)
+                while not self._answers(self._running, deadline):
+                    self._end()
+                    self._running = self._launch()
             return self._running.url
 
     def stop(self) -> None:
@@ -648,14 +652,18 @@ class StartedServer:
             self._running.end()
             self._running = None
 
-    def _wait(self, running: StartedProcess) -> None:
-        deadline = time.monotonic() + self._start_s
+    def _answers(self, running: StartedProcess, deadline: float) -> bool:
+        """Wait until it answers; False if it was killed from outside. Raises OpenEnvError."""
+        oom_kills = num_oom_kills()
         while running.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.get(f"{running.url}/health", timeout=1.0, trust_env=False, verify=False)  # noqa: S501 - it is not TLS
-                return
+                return True
             time.sleep(_LOOK_S)
         ended = running.process.poll() is not None
+        killed = is_killed_from_outside(running.process.returncode, oom_kills)
+        if killed and time.monotonic() < deadline:
+            return False
         what = "ended" if ended else f"did not answer within {self._start_s:g} s"
         logged = running.logged()
         self._end()
