@@ -35,6 +35,7 @@ from .compute import Compute
 from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
+from .intake import stream_recreated
 from .learner import Learner
 from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.processes import PlacedRanks
@@ -214,10 +215,12 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
     """Return the newest undamaged checkpoint that agrees with the broker's logs.
 
     A fenced-off learner may have written one that disagrees. One that is newer than the logs is
-    set aside, too, unless the logs no longer hold what comes after an earlier one.
+    set aside, too, unless the logs no longer hold what comes after an earlier one. Raises
+    StorageError for a log that was deleted and made again.
     """
     log = RolloutLog(context.broker, context.scope)
-    records = await held_records(BatchLog(context.broker, context.scope), log)
+    batches = BatchLog(context.broker, context.scope)
+    records = await held_records(batches, log)
     damaged, newer = list[TinkermqError](), list[TinkermqError]()
     newest: int | None = None
     while True:
@@ -230,6 +233,8 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
                 return start
             folder = await asyncio.to_thread(checkpoints.put_back, newest)
             return start._replace(folder=folder, state=await _with_new_log(folder, log))
+        if state.batch_seq and not records:
+            raise stream_recreated("log of batches", 0, state.batch_seq, batches.stream)
         if (error := unlike_records(folder, state, records)) is not None:
             damaged.append(error)
         elif (error := await why_not_held(folder, state, records, log)) is not None:

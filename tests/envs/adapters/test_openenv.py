@@ -587,8 +587,9 @@ async def test_a_package_that_is_killed_while_it_starts_is_started_again():
         os.kill(killed[0], signal.SIGKILL)
 
     killing = asyncio.create_task(asyncio.to_thread(kill_first))
-    async with playing(**package()) as (_, facts):
+    async with playing(**package()) as (runner, facts):
         assert facts.name == "echo"
+        await opened(runner, "a")
         await killing
         assert _children() != killed
     await until(lambda: not _children())
