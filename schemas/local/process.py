@@ -27,7 +27,7 @@ _COUNTERS = Path("/proc/vmstat")
 
 
 def is_killed_from_outside(exit_code: int | None, oom_kills: int | None) -> bool:
-    """Return whether a process was ended by a signal from outside, which is no fault of its own.
+    """Return whether a process was ended by a signal from outside, not by a fault of its own.
 
     `exit_code` is -n for signal n; `oom_kills` was `num_oom_kills()` before its start. A process
     that was killed while the kernel killed some for their memory may be one of those.
