@@ -167,25 +167,18 @@ async def follow(
     scope: JobScope,
     kinds: Collection[FeedKind] = ALL_KINDS,
     *,
-    from_start: bool = True,
-    started: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
 ) -> AsyncGenerator[FeedMessage, None]:
-    """Yield metrics, events and log lines as they are stored, and end once `stop` is set.
+    """Yield metrics, events and log lines, stored and new ones, and end once `stop` is set.
 
     Entries stored before `stop` are still yielded. Each kind is complete and in order, also across
     server restarts; an event reports entries (of a log, or metrics and events) that were discarded
-    before they were read. Without `from_start`, begins with entries stored after `started` is set.
-    Leave it through `contextlib.aclosing`.
+    before they were read. Leave it through `contextlib.aclosing`.
 
     Raises NotFoundError when the job is gone.
     """
     queue: asyncio.Queue[FeedMessage] = asyncio.Queue(_QUEUE_LENGTH)
-    readers = _readers(broker, scope, kinds, from_start)
-    for reader, _ in readers:
-        await reader.start()
-    if started is not None:
-        started.set()
+    readers = _readers(broker, scope, kinds)
     tasks: set[asyncio.Task[object]] = {
         asyncio.create_task(_pump(reader, scope, queue, is_whole), name=f"follow {scope.key}")
         for reader, is_whole in readers
@@ -230,7 +223,7 @@ async def _pump(
     reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]", is_whole: bool
 ) -> None:
     """Queue a reader's messages; if it reads a whole stream, an event reports missing ones."""
-    expected = reader.next_seq
+    expected = 1
     async with aclosing(reader.messages()) as messages:
         async for stored in messages:
             if is_whole and stored.seq > expected:
@@ -247,18 +240,17 @@ def _discarded(num: int) -> Event:
 
 
 def _readers(
-    broker: Broker, scope: JobScope, kinds: Collection[FeedKind], from_start: bool
+    broker: Broker, scope: JobScope, kinds: Collection[FeedKind]
 ) -> list[tuple[StreamReader, bool]]:
     """Return readers, and whether each reads its whole stream."""
-    first = 1 if from_start else None
     by_kind = {"metric": scope.metric, "event": scope.event}
     subjects = [subject for kind, subject in by_kind.items() if kind in kinds]
     readers: list[tuple[StreamReader, bool]] = []
     if subjects:
-        feed = StreamReader(broker, scope.stream_feed, subjects, from_seq=first)
+        feed = StreamReader(broker, scope.stream_feed, subjects)
         readers.append((feed, len(subjects) == len(by_kind)))
     if "log" in kinds:
-        log = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
+        log = StreamReader(broker, scope.stream_log, [scope.log("*")])
         readers.append((log, True))
     return readers
 

@@ -18,7 +18,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Iterable,
     Iterator,
 )
 from contextlib import aclosing
@@ -431,7 +430,8 @@ async def _whole(
             if room is not None:
                 room.hold(num_bytes)
             held_bytes += num_bytes
-            _exhaust(reading.push(part))
+            for _ in reading.push(part):
+                pass
     if held_bytes < _LARGE:
         return _encoded(_encode(reading.whole()))
     return await asyncio.to_thread(lambda: _encoded("".join(_json(reading.whole()))))
@@ -500,11 +500,6 @@ async def _stream(
 
 def _encoded(text: str) -> bytes:
     return text.encode(errors="replace")
-
-
-def _exhaust(events: Iterable[str]) -> None:
-    for _ in events:
-        pass
 
 
 def _refuse_stateful(named: str, param: str) -> None:

@@ -285,12 +285,6 @@ class StreamReader:
         self._was_whole = asyncio.Event()
         self._has_reconnected = False
 
-    @property
-    def next_seq(self) -> int:
-        """The sequence behind the last one read; the reader must be started."""
-        assert self._next_seq is not None, "the reader was not started"
-        return self._next_seq
-
     async def start(self) -> None:
         """Fix the position now, so that later messages are not missed.
 
@@ -339,7 +333,10 @@ class StreamReader:
             if ahead is not None:
                 ahead.cancel()
                 await asyncio.wait({ahead})
-            await self._close()
+            listening, self._listening = self._listening, []
+            for subscription in listening:
+                await subscription.stop()
+            await self._inbox.close()
 
     async def catch_up(self) -> None:
         """Wait until the iterating task has received all messages stored by now."""
@@ -367,7 +364,7 @@ class StreamReader:
             deadline_s=_DEADLINE_S,
             waiting_for=f"stream {self._stream}",
         )
-        self._next_seq = min(self.next_seq, int(info["state"]["last_seq"]) + 1)
+        self._next_seq = min(self._next_seq or 1, int(info["state"]["last_seq"]) + 1)
 
     async def _rest(self, pause_s: float) -> bool:
         """Wait for a message or `pause_s`, since it may arrive before it is stored."""
@@ -382,9 +379,3 @@ class StreamReader:
     def _note_reconnect(self) -> None:
         self._has_reconnected = True
         self._sign.set()
-
-    async def _close(self) -> None:
-        listening, self._listening = self._listening, []
-        for subscription in listening:
-            await subscription.stop()
-        await self._inbox.close()

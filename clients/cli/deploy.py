@@ -35,17 +35,13 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
     root
         Folder to treat as `/`, to check an image.
     """
-    units = _units(root)
+    folders = [root / folder for folder in _UNIT_FOLDERS]
+    candidates = (folder / f"tinkermq-{name}.service" for name in _SERVICES for folder in folders)
+    units = list({path.name: path for path in candidates if path.is_file()}.values())
     findings = [_installed(units), *_verify_units(root, units), _accounts(root, units)]
     findings += [_environment(root), *_secrets(root), _nats_conf(root), _nats_access(root)]
     findings += [*_certificates(root), _storage(root), _clock(), _sandbox()]
     return print_checks(findings, as_json=common.json)
-
-
-def _units(root: Path) -> list[Path]:
-    folders = [root / folder for folder in _UNIT_FOLDERS]
-    candidates = (folder / f"tinkermq-{name}.service" for name in _SERVICES for folder in folders)
-    return list({path.name: path for path in candidates if path.is_file()}.values())
 
 
 def _installed(units: list[Path]) -> CheckResult:

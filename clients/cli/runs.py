@@ -296,11 +296,7 @@ def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
         return await write_checkpoint(pool.broker, await pool.find(run))
 
     folder = with_pool(common.nats_url, work)
-    if common.json:
-        print_json({"folder": folder})
-    else:
-        print_plain(folder)
-    return 0
+    return print_result({"folder": folder}, folder, as_json=common.json)
 
 
 def pause(run: str, /, *, common: Common = COMMON) -> int:

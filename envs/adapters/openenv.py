@@ -633,13 +633,11 @@ class StartedServer:
     def start(self) -> str:
         """Start it unless it runs; return its URL. Raises OpenEnvError."""
         with self._lock:
-            if self._running is None or not self._running.is_there():
+            deadline = time.monotonic() + self._start_s
+            while self._running is None or not self._running.is_there():
                 self._end()
-                deadline = time.monotonic() + self._start_s
                 self._running = self._launch()
-                while not self._answers(self._running, deadline):
-                    self._end()
-                    self._running = self._launch()
+                self._wait(self._running, deadline)
             return self._running.url
 
     def stop(self) -> None:
@@ -652,19 +650,17 @@ class StartedServer:
             self._running.end()
             self._running = None
 
-    def _answers(self, running: StartedProcess, deadline: float) -> bool:
-        """Wait until it answers; False if it was killed from outside. Raises OpenEnvError."""
+    def _wait(self, running: StartedProcess, deadline: float) -> None:
+        """Wait until it answers or is killed from outside."""
         oom_kills = num_oom_kills()
         while running.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.get(f"{running.url}/health", timeout=1.0, trust_env=False, verify=False)  # noqa: S501 - it is not TLS
-                return True
+                return
             time.sleep(_LOOK_S)
-        ended = running.process.poll() is not None
-        killed = is_killed_from_outside(running.process.returncode, oom_kills)
-        if killed and time.monotonic() < deadline:
-            return False
-        what = "ended" if ended else f"did not answer within {self._start_s:g} s"
+        if is_killed_from_outside(exit_code := running.process.poll(), oom_kills):
+            return
+        what = f"did not answer within {self._start_s:g} s" if exit_code is None else "ended"
         logged = running.logged()
         self._end()
         raise OpenEnvError(

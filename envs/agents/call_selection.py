@@ -428,10 +428,6 @@ def digest_of(tools: Sequence[Mapping[str, Any]]) -> bytes:
     return blake2b(text.encode(), digest_size=16).digest()
 
 
-NO_TOOLS = digest_of(())
-"""The context of calls without tools."""
-
-
 # -- the tree of calls as text lines, from the main row of an episode ------------------------------
 
 _MAX_CHARS = 200
