@@ -255,15 +255,21 @@ class ForkServer:
         except OSError as error:
             if self._threads:  # the server reported so while this request was sent
                 raise CannotFork(self._threads) from error
-            if (
-                process is not None
-                and await _has_ended(process, _END_S)
-                and is_killed_from_outside(process.returncode, oom_kills)
-            ):
+            if process is not None and await self._was_killed(process, error, oom_kills):
                 raise StartFailed(str(error)) from error
             raise
         finally:
             del self._forks[request.number]
+
+    async def _was_killed(
+        self, process: asyncio.subprocess.Process, error: OSError, oom_kills: int | None
+    ) -> bool:
+        """Return whether a start failed since the server was ended by a signal from outside."""
+        is_current = self._channel is not None and self._process is process
+        if is_current and not isinstance(error, ConnectionError):
+            return False  # it answered that it cannot fork
+        has_ended = await _has_ended(process, _END_S)
+        return has_ended and is_killed_from_outside(process.returncode, oom_kills)
 
     async def close(self) -> None:
         """End the server; its actors must have ended before."""
