@@ -180,10 +180,9 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "serves": record.serves,
         "tokens_per_s": _throughput(record, values, actors) if live else None,
-        "trouble": _describe_failure(record, actors) if live else "",
+        "trouble": _describe_failure(record, actors) or _describe_rewound(actors) if live else "",
         "waits_for": learner.waits_for if learner is not None else "",
         "missing": _describe_missing(actors),
-        "rewound": describe_rewound(actors),
         "run_dir": record.run_dir,
     }
 
@@ -197,7 +196,7 @@ def _describe_missing(actors: Sequence[Presence]) -> str:
     return f"{first.actor} waits for {first.waits_for}, for {duration(time.time() - since)}"
 
 
-def describe_rewound(actors: Sequence[Presence]) -> str:
+def _describe_rewound(actors: Sequence[Presence]) -> str:
     """Describe a run whose broker's store was set back; empty: it was not."""
     lost = next((item.numbers[LOST_STEPS] for item in actors if LOST_STEPS in item.numbers), None)
     if lost is None:
@@ -247,8 +246,6 @@ def _describe_reason(row: dict[str, Any]) -> str:
         return str(row["missing"])
     if row["trouble"]:
         return str(row["trouble"])[:_WHY_CHARACTERS]
-    if row["rewound"]:
-        return str(row["rewound"])
     first = row["reason"].splitlines()[0] if row["reason"] else ""
     return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
 

@@ -93,7 +93,7 @@ async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
         assert told.data["lost_steps"] >= 4
         await job.eventually(lambda: _tells(job), "a heartbeat that tells the lost steps")
         [row] = await _asked(stack, "ps")
-        assert "the broker's store was set back and lost" in row["rewound"]
+        assert "the broker's store was set back and lost" in row["trouble"]
         shown = {
             check["name"]: check["detail"] for check in (await _asked(stack, "doctor"))["checks"]
         }
