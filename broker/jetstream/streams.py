@@ -287,10 +287,8 @@ async def mend_shared(broker: Broker) -> list[str]:
         if name in (f"KV_{BUCKET_JOBS}", f"KV_{BUCKET_ARCHIVE}"):
             continue
         try:
-            await broker.api(f"STREAM.INFO.{name}", None)
-        except Refused as error:
-            if not error.is_absent:
-                raise
+            await stream_info(broker, name)
+        except errors.NotFoundError:
             await ensure_stream(broker, config)
             made.append(name)
     return made

@@ -1,6 +1,7 @@
 """Streams and buckets that somebody deletes are told by name, with what brings them back."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ async def test_a_run_needs_no_stream_that_only_tells_of_it(
     await job.until("COMPLETED")
 
 
+async def _is_there(stack: Stack, bucket: str) -> bool:
+    try:
+        await stream_info(stack.broker, f"KV_{bucket}")
+    except NotFoundError:
+        return False
+    return True
+
+
 async def test_the_scheduler_makes_shared_buckets_again_and_runs_go_on(
     tmp_path: Path, model: Path
 ) -> None:
@@ -102,7 +111,7 @@ async def test_the_scheduler_makes_shared_buckets_again_and_runs_go_on(
         await job.until_step(step + 3)
         for bucket in buckets:
             await delete_stream(stack.broker, f"KV_{bucket}")
-            await stream_info(stack.broker, f"KV_{bucket}")  # within the time of one request
+            await eventually(partial(_is_there, stack, bucket), f"bucket {bucket}")
         await stack.until_nodes()
         record = await job.until("COMPLETED")
         assert record.attempt == 1
