@@ -27,7 +27,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -50,7 +49,7 @@ from ...envs.sandbox.sandbox import (
 )
 from ...envs.sandbox.self_test import prove
 from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, listen_at
-from ...schemas.local.folder import Folder
+from ...schemas.local.folder import Folder, process_folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
@@ -481,7 +480,7 @@ class InterpreterSocket:
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
         self._arguments = [NETWORK] if has_network else []
-        self._folder = Path(tempfile.mkdtemp(prefix="tinkermq-"))
+        self._folder = process_folder("tinkermq-socket")
         self.path = self._folder / "socket"
         self.hosts = self._folder / "hosts"
         """A file for /etc/hosts of the actor."""
