@@ -39,7 +39,13 @@ from ..schemas.control import ControlReply, ControlRequest
 from ..schemas.job import JobRecord
 from ..schemas.local.process import notifying_systemd
 from ..schemas.metric import Event, Presence
-from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
+from ..schemas.wire.errors import (
+    NotFoundError,
+    RewoundError,
+    StateError,
+    TinkermqError,
+    root_cause,
+)
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
 from .storage.access import refuse_links_to_others
 from .storage.cache import fetch_models
@@ -391,6 +397,9 @@ def run_process(
 
 def _report_failure(log: structlog.stdlib.BoundLogger, raised: Exception) -> int:
     error = root_cause(raised)
+    if isinstance(error, RewoundError):
+        log.warning("store_rewound", message=error.message, hint=error.hint)
+        return EXIT_DRAINED
     if isinstance(error, TinkermqError):
         log.error("actor_failed", code=error.code, message=error.message, hint=error.hint)
         return EXIT_CRASHED if error.may_pass else EXIT_FAILED

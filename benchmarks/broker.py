@@ -1,6 +1,6 @@
 """What the broker room adds to nats-py: calls, tasks and groups per second against raw messages.
 
-    python -m benchmarks.broker [--seconds 2] [--rounds 3]
+    python -m benchmarks.broker [--seconds 2] [--rounds 3] [--sync-interval always]
 
 Caller and service are two connections of one process, on uvloop. The peer of a typed call is
 nats-py's own request with the same payload, echoed by a bare subscription; the peer of tasks and
@@ -122,7 +122,11 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {}
     raw_payload = REQUEST.to_bytes()
     offset = 0
-    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder) / "nats") as server:
+    sync_interval = arguments.sync_interval
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.store) as folder,
+        NatsServer(Path(folder) / "nats", sync_interval=sync_interval) as server,
+    ):
         async with (
             await connect(server.url, name="service") as broker,
             await connect(server.url, name="caller") as caller,
@@ -200,6 +204,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, default=2.0, help="time for each measurement")
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--sync-interval", default="2m", help="of the server; always: each write")
+    options.add_argument("--store", help="folder on the disk that the server stores to")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.rounds = 0.2, 1

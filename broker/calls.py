@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import structlog
+
 from ..schemas.checks import CheckReply, CheckResult
 from ..schemas.job import (
     ConfigureRequest,
@@ -43,9 +45,12 @@ if TYPE_CHECKING:
 # another one may be about to take over.
 
 R = TypeVar("R", bound=Message)
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 ATTEMPT_S = 5.0
 """A request is sent again after this time; a late reply to an earlier attempt also counts."""
+_REPORT_S = 6.0
+"""How often a long wait for a service is reported."""
 _LEAST_S = 0.1
 _PAUSE_S = 0.1
 
@@ -63,14 +68,19 @@ async def call_service(
 ) -> R:
     """Call a service of the pool; raises `absent` if nothing answers for `absent_s`."""
     patience, deadline = (time.monotonic() + seconds for seconds in (absent_s, timeout_s))
+    report = time.monotonic() + min(_REPORT_S, absent_s)
     while True:
         try:
             return await repeated_call(
                 broker, subject, request, reply_model, deadline=deadline, waiting_for=waiting_for
             )
         except errors.NobodyAnswersError as error:
-            if time.monotonic() >= patience:
+            now = time.monotonic()
+            if now >= patience:
                 raise absent from error
+            if now >= report:
+                report = now + _REPORT_S
+                _log.warning("service_is_away", waits_for=waiting_for, most_s=round(patience - now))
             await asyncio.sleep(_PAUSE_S)
 
 
@@ -114,6 +124,8 @@ async def repeated_call(
 
 TIMEOUT_S = 30.0
 _TAKEOVER_S = 6.0
+SUBMIT_S = 60.0
+"""How long a submission waits for a scheduler, which may be starting again."""
 
 
 def new_request_id() -> str:
@@ -162,6 +174,7 @@ class SchedulerCalls:
     ) -> JobRecord:
         """Submit a job; the same `request_id` returns the same job.
 
+        Waits up to a minute (`SUBMIT_S`) for a scheduler, and logs it (`service_is_away`).
         `secrets` are sealed in transit and in storage, and are removed when the job ends.
         """
         request = SubmitRequest(
@@ -176,7 +189,8 @@ class SchedulerCalls:
             priority=priority,
             sealed=await self._sealed(secrets) if secrets else b"",
         )
-        return await self._change("submit", request)
+        answer = await self._call_scheduler("submit", request, JobReply, absent_s=SUBMIT_S)
+        return answer.record
 
     async def try_out(
         self,
@@ -335,9 +349,11 @@ class SchedulerCalls:
     async def _change(self, method: str, request: Message) -> JobRecord:
         return (await self._call_scheduler(method, request, JobReply)).record
 
-    async def _call_scheduler(self, method: str, request: Message, reply: type[R]) -> R:
+    async def _call_scheduler(
+        self, method: str, request: Message, reply: type[R], absent_s: float = _TAKEOVER_S
+    ) -> R:
         """Call a method of the leading scheduler; repeat the call while it is busy."""
-        patience = time.monotonic() + _TAKEOVER_S
+        patience = time.monotonic() + absent_s
         while True:
             try:
                 return await call_service(
@@ -345,8 +361,8 @@ class SchedulerCalls:
                     self.broker.rpc("scheduler", method),
                     request,
                     reply,
-                    timeout_s=TIMEOUT_S,
-                    absent_s=_TAKEOVER_S,
+                    timeout_s=max(TIMEOUT_S, 1.5 * absent_s),
+                    absent_s=absent_s,
                     absent=errors.BrokerError(
                         f"no scheduler is connected to the broker at {shown_url(self.broker.url)}",
                         hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",

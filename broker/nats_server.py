@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ _COLLECTING = {"GOGC": "50", "GOMEMLIMIT": "512MiB"}
 """The server collects garbage when half of its heap is garbage, and eagerly from 512 MiB on. A
 lower limit costs half of its CPU time if it holds more: each stream takes some 40 kB.
 """
+SYNC_INTERVAL = re.compile("always|[1-9][0-9]{0,5}(ms|s|m|h)")
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared with, not listened on
 START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 10.0
@@ -60,12 +62,15 @@ class NatsServer:
         die_with_parent: bool = True,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         max_store_bytes: int = MAX_STORE_BYTES,
+        sync_interval: str = "2m",
         tls: tuple[Path, Path] | None = None,
         extra_config: str = "",
     ) -> None:
         """Describe a server; `port=None` selects a free one. Nothing is started yet.
 
-        `tls` are the files of certificate and private key, in PEM.
+        What was stored within `sync_interval` (`SYNC_INTERVAL`) is lost when the machine loses
+        power; with `always`, a message is confirmed once the disk has it. `tls` are the files of
+        certificate and private key, in PEM.
         """
         self.store_dir = Path(store_dir)
         self.host = host
@@ -75,6 +80,7 @@ class NatsServer:
         self._die_with_parent = die_with_parent
         self._max_payload_bytes = max_payload_bytes
         self._max_store_bytes = max_store_bytes
+        self._sync_interval = sync_interval
         self._tls = tls
         self._extra_config = extra_config
         self._process: subprocess.Popen[bytes] | None = None
@@ -219,7 +225,8 @@ class NatsServer:
         if self._jetstream:
             store = _quoted(self.store_dir / "jetstream")
             lines.append(
-                f"jetstream {{ store_dir: {store}, max_file_store: {self._max_store_bytes} }}"
+                f"jetstream {{ store_dir: {store}, max_file_store: {self._max_store_bytes}, "
+                f'sync_interval: "{self._sync_interval}" }}'
             )
         if self._tls is not None:
             certificate, key = map(_quoted, self._tls)

@@ -7,6 +7,8 @@ waits for the learner to trim. A reader yields a malformed entry as such and nev
 it.
 """
 
+import asyncio
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -20,7 +22,7 @@ from ..schemas.metric import Event
 from ..schemas.rollout import Group, largest_parts, with_cut_infos
 from ..schemas.task import BatchRecord
 from ..schemas.wire.codec import INFO_CUT, most_bytes
-from ..schemas.wire.errors import FencedError, MessageError
+from ..schemas.wire.errors import FencedError, MessageError, RewoundError
 from ..schemas.wire.subjects import JobScope, number_of
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import Broker
@@ -212,6 +214,36 @@ class RolloutLog:
         """Return the sequence of the oldest entry still stored; 1 for an empty new log."""
         return max(int((await self._state())["first_seq"]), 1)
 
+    async def holds(self, seq: int, digest: str) -> bool:
+        """Return whether the log was not set back: it holds an entry, or has removed it since.
+
+        `digest` is the SHA-256 of the entry's payload, in hexadecimal.
+        """
+        state = await self._state()
+        if int(state["last_seq"]) < seq:
+            return False
+        if seq < int(state["first_seq"]):
+            return True
+        entry = await self.get(seq)
+        return entry is None or hashlib.sha256(entry.payload).hexdigest() == digest
+
+    async def holds_batch(self, record: BatchRecord) -> bool:
+        """Return whether the log holds the groups of a batch record, or has trimmed some."""
+        if min(record.seqs) < await self.first_seq():
+            return True
+        entries = await asyncio.gather(*map(self.get, record.seqs))
+        digests = [hashlib.sha256(entry.payload).digest() for entry in entries if entry is not None]
+        return hashlib.sha256(b"".join(digests)).hexdigest() == record.digest
+
+    async def lost_seqs(self) -> set[int]:
+        """Return the sequences between the first and the last entry that have no entry.
+
+        A learner trims only from the log's beginning: these were in a damaged block.
+        """
+        details = {"deleted_details": True}
+        info = await self._retry(lambda: self._broker.api(f"STREAM.INFO.{self._stream}", details))
+        return set(info["state"].get("deleted") or ())
+
     async def num_bytes(self) -> int:
         """Return the size of the log in bytes."""
         return int((await self._state())["bytes"])
@@ -264,6 +296,9 @@ def read_entry(message: StoredMessage) -> LogEntry:
 # It records which groups each optimiser step trains, before the step. An append names its writer's
 # last sequence. If another writer has appended since, this learner no longer owns the job: it is
 # fenced off and must end.
+#
+# If the broker's store was set back, steps that it lost are trained anew from other groups. A
+# record replaces those of its step and of later ones that come before it in the log.
 
 
 class BatchLog:
@@ -278,8 +313,8 @@ class BatchLog:
     async def append(self, record: BatchRecord, expected_last_seq: int) -> int:
         """Append a record behind `expected_last_seq` (0: as the first); return its sequence.
 
-        Raises FencedError when another learner has written since, BrokerError, DeadlineError,
-        NotFoundError when the job is gone.
+        Raises FencedError when another learner has written since, RewoundError when the log ends
+        before `expected_last_seq`, BrokerError, DeadlineError, NotFoundError when the job is gone.
         """
         try:
             return await append_behind(
@@ -292,32 +327,47 @@ class BatchLog:
                 waiting_for=f"the batch record of step {record.step}",
             )
         except Overtaken as error:
+            if (error.last or 0) < expected_last_seq:
+                raise self._rewound(error.last or 0, expected_last_seq) from error
             raise FencedError(
                 f"another learner of job {self._scope.job} has written to the batch log: step "
                 f"{record.step} was to come after entry {expected_last_seq}, the last is "
-                f"{error.last or 'gone'}",
+                f"{error.last}",
                 hint="only one learner may run for a job: end this one",
             ) from error
 
     async def check_owner(self, last_seq: int) -> None:
         """Raise FencedError if another learner has written since `last_seq` (0: ever).
 
-        Raises DeadlineError, NotFoundError when the job is gone.
+        Raises RewoundError if the log ends before it, DeadlineError, NotFoundError when the job is
+        gone.
         """
-        info = await self._broker.retry(
-            lambda: stream_info(self._broker, self._stream),
-            deadline_s=_API_DEADLINE_S,
-            waiting_for=f"the batch log of job {self._scope.job}",
-        )
-        if (stored_seq := int(info["state"]["last_seq"])) != last_seq:
+        if (stored_seq := await self.last_seq()) < last_seq:
+            raise self._rewound(stored_seq, last_seq)
+        if stored_seq != last_seq:
             raise FencedError(
                 f"another learner of job {self._scope.job} has written to the batch log: its last "
                 f"entry is {stored_seq}, this learner's last one is {last_seq}",
                 hint="only one learner may run for a job: end this one",
             )
 
+    def _rewound(self, last: int, known: int) -> RewoundError:
+        return RewoundError(
+            f"the batch log of job {self._scope.job} ends at entry {last}, entry {known} was "
+            "confirmed: the broker's store was set back"
+        )
+
+    async def last_seq(self) -> int:
+        """Return the sequence of the last record ever appended; 0 for none."""
+        info = await self._broker.retry(
+            lambda: stream_info(self._broker, self._stream),
+            deadline_s=_API_DEADLINE_S,
+            waiting_for=f"the batch log of job {self._scope.job}",
+        )
+        return int(info["state"]["last_seq"])
+
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
-        """Return all records with their sequences, in order.
+        """Return all records that hold, with their sequences, in the order of their steps.
 
         Raises MessageError for an unreadable one: without it a run cannot be replayed.
         """
@@ -326,7 +376,13 @@ class BatchLog:
             deadline_s=_API_DEADLINE_S,
             waiting_for=f"the batch records of job {self._scope.job}",
         )
-        return [(message.seq, BatchRecord.from_bytes(message.payload)) for message in messages]
+        records: list[tuple[int, BatchRecord]] = []
+        for message in messages:
+            record = BatchRecord.from_bytes(message.payload)
+            while records and records[-1][1].step >= record.step:
+                records.pop()
+            records.append((message.seq, record))
+        return records
 
     async def read_some(self, seqs: Iterable[int]) -> list[BatchRecord]:
         """Return the records at some sequences; missing ones are skipped."""

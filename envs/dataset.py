@@ -26,6 +26,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from ..schemas.chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from ..schemas.config.agent import TaskSource
+from ..schemas.local.process import is_killed_from_outside, num_oom_kills
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import blaming, plain_value, words_of
@@ -364,6 +365,7 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
     if "pyarrow" in sys.modules:
         _unpack(path, rows, ends)
         return
+    oom_kills = num_oom_kills()
     done = subprocess.run(
         # -P: a file in the working folder, such as queue.py, must not hide a module of Python
         [sys.executable, "-P", "-m", __name__, str(path), str(rows), str(ends)],
@@ -371,6 +373,9 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         capture_output=True,
         check=False,
     )
+    if is_killed_from_outside(done.returncode, oom_kills):
+        unpack_parquet(path, rows, ends)
+        return
     if done.returncode == 2:
         raise errors.error_from_reply(*json.loads(done.stdout))
     if done.returncode != 0:

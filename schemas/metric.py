@@ -115,6 +115,10 @@ class ValidationResult(Message):
         return f"{with_last(at.rpartition('.')[0], self.version)}.{self.task}"
 
 
+LOST_STEPS = "lost_steps"
+"""Number in a learner's heartbeat: steps that the broker's store has lost before its start."""
+
+
 class Presence(Message):
     """An actor's heartbeat, in the KV bucket of actors; expires after 10 s."""
 

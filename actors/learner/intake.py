@@ -19,7 +19,13 @@ import structlog
 from ...broker.rollouts import LogEntry, RolloutLog
 from ...schemas.rollout import Group, check_group, return_of
 from ...schemas.task import Blame, Dropped, DropReason, Task
-from ...schemas.wire.errors import DataError, DeadlineError, MessageError, StorageError
+from ...schemas.wire.errors import (
+    DataError,
+    DeadlineError,
+    MessageError,
+    RewoundError,
+    StorageError,
+)
 from ..training.state import LearnerState, NumberSet
 from .data_order import TaskOrder
 from .staleness import Candidate
@@ -63,6 +69,7 @@ class Intake:
         *,
         from_seq: int = 1,
         decided: Iterable[tuple[int, int]] = (),
+        newest_decided: tuple[int, str] = (0, ""),
         vocab_size: int,
         max_tokens: int,
         group_size: int,
@@ -73,6 +80,7 @@ class Intake:
     ) -> None:
         """Read from `from_seq` on; entries before it and in the ranges `decided` are decided.
 
+        `newest_decided` are sequence and digest of the newest of them.
         `ledger` has the issued tasks; `check_readable` raises DataError for a group that the model
         cannot read, such as one with images; `why_no_rows` is the reason if episodes may not have
         several rows; `keeps` returns whether a group is trained.
@@ -89,6 +97,8 @@ class Intake:
         self._why_no_rows = why_no_rows
         self._keeps = keeps
         self._entries: dict[int, CheckedEntry] = {}
+        self._newest_decided = newest_decided
+        self._newest_read = newest_decided
         self.changed = asyncio.Event()
         """Set when an entry arrives."""
         self.last_seq = from_seq - 1
@@ -112,6 +122,14 @@ class Intake:
         While recorded steps are repeated, generators still have newer weights.
         """
         self.max_version = max(self.max_version, version)
+
+    async def check_log(self) -> None:
+        """Raise RewoundError if the log no longer holds the newest entry that was read."""
+        if not await self._log.holds(*self._newest_read):
+            raise RewoundError(
+                f"the rollout log no longer holds entry {self._newest_read[0]}, which was read: "
+                "the broker's store was set back"
+            )
 
     async def newest(self) -> int:
         """Return the newest sequence of the log, read or not."""
@@ -158,7 +176,8 @@ class Intake:
     def forget(self, seqs: Iterable[int]) -> None:
         """Remove decided entries."""
         for seq in seqs:
-            del self._entries[seq]
+            entry = self._entries.pop(seq)
+            self._newest_decided = max(self._newest_decided, (seq, entry.digest.hex()))
 
     def first_undecided(self) -> int:
         """Return the first sequence that the log must keep."""
@@ -171,6 +190,7 @@ class Intake:
         later = [(seq + 1, following) for seq, following in pairwise(ends) if following > seq + 1]
         known = [(start, end) for start, end in self._decided.ranges() if end > first]
         state.decided_seqs = NumberSet([*known, *later]).ranges()
+        state.newest_decided = self._newest_decided
 
     def _is_new(self, raw: LogEntry) -> bool:
         """Return whether an entry is neither read nor decided."""
@@ -181,6 +201,7 @@ class Intake:
 
     def _enter(self, raw: LogEntry, entry: CheckedEntry) -> None:
         self.last_seq = raw.seq
+        self._newest_read = raw.seq, entry.digest.hex()
         self._entries[raw.seq] = entry
         self.bytes_held += len(raw.payload)
         self._arrived.append(entry)

@@ -44,6 +44,8 @@ _CONTROL_S = 600.0
 _EVALUATION_S = 600.0
 """Time for the last evaluation beyond playing: another generator may start, or load weights."""
 _POLL_S = 1.0
+_CHECK_LOGS_S = 15.0
+"""Time without a group after which the logs are compared with what the learner knows."""
 
 
 class Learner:
@@ -76,6 +78,7 @@ class Learner:
             self._ledger,
             from_seq=state.log_seq,
             decided=state.decided_seqs,
+            newest_decided=state.newest_decided,
             vocab_size=compute.vocab_size,
             max_tokens=config.rollout.max_tokens,
             group_size=config.rollout.group_size,
@@ -128,6 +131,9 @@ class Learner:
         self._left_alone: float | None = None
         """Time in seconds since the epoch since which only external actors could have added a
         group; None: not at present."""
+        self._check_logs_at = 0.0
+        """When the logs are next compared with what the learner knows, on the monotonic clock; 0:
+        at once."""
         self._is_paused = False
         self._control_changed = asyncio.Event()
         self._wanted_checkpoints: list[asyncio.Future[str | None]] = []
@@ -158,11 +164,13 @@ class Learner:
                 background.create_task(self._publisher.serve(), name="weights"),
                 background.create_task(self._saver.upload(), name="uploads"),
             ]
+            remove = self._context.broker.on_reconnect(self._note_reconnect)
             await self._begin()
             while (entries := await self._next_batch()) is not None:
                 record = await self._record(entries)
                 await self._train(entries, record, is_new=True)
             await self._finish()
+            remove()
             for helper in helpers:
                 helper.cancel()
 
@@ -173,6 +181,7 @@ class Learner:
         self._context.own_bytes = self._bytes_by_kind
         await self._serve_control()
         await self._compute.gpu.serve()
+        await self._publisher.retract(self._intake.max_version)
         await self._publisher.reserve()
         await self._publish()
         await self._compute.gpu.published(self._state.step)
@@ -221,6 +230,7 @@ class Learner:
         with self._time_use.doing("wait"):
             while not (self._is_done or self._context.stopping.is_set()):
                 await self._saver.check()
+                await self._check_logs()
                 if self._wanted_checkpoints:
                     self._answer_checkpoints(await self._save())
                 if self._is_paused:
@@ -240,6 +250,22 @@ class Learner:
                     await self._wait_for_groups()
         return None
 
+    async def _check_logs(self) -> None:
+        """Compare the logs with what is known, after a reconnect and while no group arrives.
+
+        Raises RewoundError if the broker's store was set back. Lost tasks are issued again.
+        """
+        if time.monotonic() < self._check_logs_at:
+            return
+        await self._recorded.check_owner()
+        await self._intake.check_log()
+        await self._issuer.issue_lost()
+        self._check_logs_at = time.monotonic() + _CHECK_LOGS_S
+
+    def _note_reconnect(self) -> None:
+        self._check_logs_at = 0.0
+        self._intake.changed.set()
+
     def _take_in(self) -> list[CheckedEntry]:
         """Return the groups that arrived; raises if too many tasks in a row have failed.
 
@@ -254,6 +280,8 @@ class Learner:
     def _note_arrivals(self) -> list[CheckedEntry]:
         """Record arrived groups in the ledger, and their times in the trace."""
         arrived = self._intake.take_arrived()
+        if arrived and self._check_logs_at:
+            self._check_logs_at = time.monotonic() + _CHECK_LOGS_S
         for entry in arrived:
             if entry.group is not None:
                 self._reporter.tracer.take_group(entry.group)

@@ -11,13 +11,15 @@ import contextlib
 import structlog
 
 from ...broker.jetstream.direct_get import get_all
-from ...broker.rollouts import BatchLog
+from ...broker.rollouts import BatchLog, RolloutLog
+from ...broker.tasks import TaskQueue
 from ...schemas.config.job import TrainingConfig
 from ...schemas.task import BatchRecord, Task
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, StorageError
 from ..runtime import JobContext
 from ..training.state import LearnerState
-from .intake import CheckedEntry, Drops, Intake, batch_digest, stream_recreated
+from .intake import CheckedEntry, Drops, Intake, batch_digest
+from .rewind import records_behind
 from .staleness import num_admissible
 from .tasks import Ledger
 
@@ -39,6 +41,7 @@ class RecordedSteps:
     ) -> None:
         self._context = context
         self._batches = BatchLog(context.broker, context.scope)
+        self._log = RolloutLog(context.broker, context.scope)
         self._intake = intake
         self._ledger = ledger
         self._drops = drops
@@ -52,7 +55,10 @@ class RecordedSteps:
             self._state.batch_seq = await self._batches.append(record, self._state.batch_seq)
 
     async def check_owner(self) -> None:
-        """Raise FencedError if another learner of the job has recorded a step."""
+        """Raise FencedError if another learner of the job has recorded a step.
+
+        Raises RewoundError if the log lacks this learner's last record.
+        """
         async with self._recording:  # clients request tasks while a step is recorded
             await self._batches.check_owner(self._state.batch_seq)
 
@@ -68,14 +74,8 @@ class RecordedSteps:
 
     async def read(self) -> None:
         """Read the records: the job's last step, and an upper bound of issued task numbers."""
-        stored = await self._batches.read_all()
-        self._records = [record for _, record in stored]
-        last_seq = stored[-1][0] if stored else 0
-        if last_seq < self._state.batch_seq:
-            raise stream_recreated(
-                "log of batches", last_seq, self._state.batch_seq, self._batches.stream
-            )
-        self._state.batch_seq = last_seq
+        self._state.batch_seq = await self._batches.last_seq()
+        self._records = await records_behind(self._batches, self._log, self._state.step)
         self._intake.note_version(self._state.step)
         if self._records:
             self._intake.note_version(self._records[-1].step)
@@ -85,7 +85,8 @@ class RecordedSteps:
         """Record in the ledger all issued tasks, from the task queue and the rollout log.
 
         Generators continue meanwhile. They append a group before its task leaves the queue, and the
-        log is read after the queue, so each task is found.
+        log is read after the queue, so each task is found. A task for a version that no recorded
+        step has made was issued before the broker's store was set back, and leaves the queue.
         """
         broker, scope = self._context.broker, self._context.scope
         queued = await get_all(broker, scope.stream_task, scope.task("*"))
@@ -94,9 +95,14 @@ class RecordedSteps:
         self._intake.take_arrived()
         for message in queued:
             try:
-                self._ledger.note_task(Task.from_bytes(message.payload, at=message.subject))
+                task = Task.from_bytes(message.payload, at=message.subject)
             except MessageError as error:
                 _log.error("task_malformed", subject=message.subject, error=error.message)
+                continue
+            if task.min_version <= self._intake.max_version:
+                self._ledger.note_task(task)
+            else:
+                await TaskQueue(broker, scope).remove(task.task)
         self._ledger.find_missing()
 
     async def behind(self) -> list[BatchRecord]:
@@ -104,8 +110,7 @@ class RecordedSteps:
 
         An event reports their number.
         """
-        behind = [record for record in self._records if record.step > self._state.step]
-        self._records = []
+        behind, self._records = self._records, []
         if behind:
             await self._context.event(
                 "training_recovered",

@@ -104,7 +104,7 @@ async def replay(
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
     here = await asyncio.to_thread(with_checkpoints_here, record, stores)
-    folder, state, _ = starting_point(nothing, here.fork_dir)
+    folder, state, *_ = starting_point(nothing, here.fork_dir)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     saved_state = load_state(newest)
     total_steps, recorded = saved_state.total_steps, saved_state.numerics
@@ -112,6 +112,13 @@ async def replay(
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
+    recorded_steps = {item.step for item in todo}
+    if missing := [n for n in range(state.step + 1, last_step + 1) if n not in recorded_steps]:
+        raise NotFoundError(
+            f"run {record.name!r} has no record of step {missing[0]}",
+            hint="the broker's store was set back (event `store_rewound`), and its checkpoints "
+            "were newer: such a run cannot be replayed",
+        )
     models = load_models(config, folder)
     hidden = Path(record.run_dir) if broker.login.is_authenticated else None
     functions = await asyncio.to_thread(OwnFunctions.of, config, hidden, STEP_KINDS)

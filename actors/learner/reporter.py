@@ -1,6 +1,7 @@
 """Reports each step to the feed and to the trackers, and its bottleneck as an event."""
 
 import asyncio
+import json
 import math
 import time
 from collections import deque
@@ -425,6 +426,15 @@ def last_reported_step(run_dir: Path) -> int:
         return 0
     steps = (entry for entry in read_objects(file) if "training/global_step" in entry)
     return max((int(entry["step"]) for entry in steps), default=0)
+
+
+def forget_reported(run_dir: Path, behind: int) -> None:
+    """Remove the numbers of steps after `behind` from the run's metrics.jsonl."""
+    file, draft = run_dir / "metrics.jsonl", run_dir / ".metrics.jsonl"
+    if file.is_file():
+        entries = [entry for entry in read_objects(file) if int(entry.get("step", 0)) <= behind]
+        draft.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        draft.replace(file)
 
 
 async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:

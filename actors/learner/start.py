@@ -16,6 +16,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import given_section
 from ...schemas.local.disk import with_room
+from ...schemas.metric import LOST_STEPS
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
 from ..policy.devices import own_card, own_device
@@ -34,10 +35,12 @@ from .compute import Compute
 from .curriculum import Curriculum, CurriculumConfig
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
+from .intake import stream_recreated
 from .learner import Learner
 from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.processes import PlacedRanks
-from .reporter import open_reporter
+from .reporter import forget_reported, last_reported_step, open_reporter
+from .rewind import held_records, records_behind, why_not_held
 from .saving import open_mirror
 
 
@@ -187,6 +190,7 @@ _FRESH_LOG: dict[str, Any] = {
     "decided_seqs": [],
     "unrecorded": [],
     "judged_seq": 0,
+    "newest_decided": (0, ""),
 }
 """Fields about the log and steps that are new in a fork's state."""
 
@@ -199,6 +203,8 @@ class StartingPoint(NamedTuple):
     state: LearnerState
     damaged: list[TinkermqError]
     """The errors of newer, damaged checkpoints."""
+    newer: list[TinkermqError]
+    """The errors of checkpoints that are newer than what the broker holds."""
 
 
 def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint:
@@ -209,33 +215,56 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint
     """
     latest, damaged = checkpoints.latest_whole()
     if latest is not None:
-        return StartingPoint(latest, load_state(latest), damaged)
+        return StartingPoint(latest, load_state(latest), damaged, [])
     if not fork_dir:
-        return StartingPoint(None, LearnerState(), damaged)
+        return StartingPoint(None, LearnerState(), damaged, [])
     folder = Path(fork_dir)
     state = load_state(folder).model_copy(update=_FRESH_LOG)
-    return StartingPoint(folder, state, damaged)
+    return StartingPoint(folder, state, damaged, [])
 
 
 async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -> StartingPoint:
-    """Return the newest undamaged checkpoint that agrees with the recorded steps.
+    """Return the newest undamaged checkpoint that agrees with the broker's logs.
 
-    A fenced-off learner may have written one that disagrees.
+    A fenced-off learner may have written one that disagrees. One that is newer than the logs is
+    set aside, too, unless the logs no longer hold what comes after an earlier one. Raises
+    StorageError for a log that was deleted and made again.
     """
-    refused: list[TinkermqError] = []
+    log = RolloutLog(context.broker, context.scope)
+    batches = BatchLog(context.broker, context.scope)
+    records = await held_records(batches, log)
+    damaged, newer = list[TinkermqError](), list[TinkermqError]()
+    newest: int | None = None
     while True:
         start = await asyncio.to_thread(starting_point, checkpoints, context.record.fork_dir)
-        start.damaged[:0] = refused
-        if start.folder is None or start.folder.parent != checkpoints.folder:
+        damaged.extend(start.damaged)
+        start = start._replace(damaged=damaged, newer=newer)
+        folder, state = start.folder, start.state
+        if folder is None or folder.parent != checkpoints.folder:
+            if newest is None or await log.first_seq() <= state.log_seq:
+                return start
+            folder = await asyncio.to_thread(checkpoints.put_back, newest)
+            return start._replace(folder=folder, state=await _with_new_log(folder, log))
+        if state.batch_seq and not records:
+            raise stream_recreated("log of batches", 0, state.batch_seq, batches.stream)
+        if (error := unlike_records(folder, state, records)) is not None:
+            damaged.append(error)
+        elif (error := await why_not_held(folder, state, records, log)) is not None:
+            newer.append(error)
+            newest = newest or state.step
+        else:
             return start
-        if not start.state.unrecorded:
-            return start
-        records = await BatchLog(context.broker, context.scope).read_all()
-        error = unlike_records(start.folder, start.state, [record for _, record in records])
-        if error is None:
-            return start
-        refused = [*start.damaged, error]
-        await asyncio.to_thread(checkpoints.put_aside, start.folder, start.state.step)
+        await asyncio.to_thread(checkpoints.put_aside, folder, state.step)
+
+
+async def _with_new_log(folder: Path, log: RolloutLog) -> LearnerState:
+    """Return the state of a checkpoint that the logs do not hold, to go on with what they hold.
+
+    The numbers of trained tasks keep entries of the log from being trained twice.
+    """
+    state = await asyncio.to_thread(load_state, folder)
+    fresh = {**_FRESH_LOG, "numerics": state.numerics, "log_seq": await log.first_seq()}
+    return state.model_copy(update=fresh)
 
 
 def unlike_records(
@@ -263,9 +292,10 @@ async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
 
     A node that sees other files under the run's folder finds no checkpoint at all.
     """
+    used = start.folder or "the model that the run began with"
     for error in start.damaged:
-        used = start.folder or "the model that the run began with"
         await context.event("checkpoint_damaged", f"{error.message}; used instead: {used}")
+    await _report_rewound(context, start, str(used))
     there = await RolloutLog(context.broker, context.scope).first_seq()
     if there <= start.state.log_seq:
         return
@@ -282,6 +312,27 @@ async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
         hint="the nodes of a job must see the same files under output_dir; or set storage.url "
         "(`broker:` needs nothing else)",
     )
+
+
+async def _report_rewound(context: JobContext, start: StartingPoint, used: str) -> None:
+    """Report a broker's store that was set back, and forget the numbers of steps that it lost."""
+    batches = BatchLog(context.broker, context.scope)
+    log = RolloutLog(context.broker, context.scope)
+    records = await records_behind(batches, log, start.state.step)
+    last = records[-1].step if records else start.state.step
+    reported = await asyncio.to_thread(last_reported_step, context.run_dir)
+    if not start.newer and reported <= last:
+        return
+    why = f"; {start.newer[0].message}" if start.newer else ""
+    await context.event(
+        "store_rewound",
+        f"the broker's store was set back: the run was at step {max(reported, last)}, its logs "
+        f"hold step {last}; it goes on from {used}{why}",
+        step=last,
+        lost_steps=max(reported - last, 0),
+    )
+    context.numbers[LOST_STEPS] = float(max(reported - last, 0))
+    await asyncio.to_thread(forget_reported, context.run_dir, last)
 
 
 async def _num_rows(context: JobContext) -> int | None:

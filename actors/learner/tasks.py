@@ -104,6 +104,10 @@ class Ledger:
             if task.task not in self._in_log:
                 self.min_versions[task.task] = task.min_version
 
+    def issued_under(self, number: int) -> Task | None:
+        """Return the undecided task issued under a number; None for one that is unknown."""
+        return self._issued.get(number)
+
     def issued_instead_of(self, task: Task) -> Task | None:
         """Return the task issued under the number of `task`, if it differs from `task`.
 
@@ -374,6 +378,21 @@ class TaskIssuer:
             "min_version": self._min_version(slot, version),
         }
         return task.model_copy(update=changes)
+
+    async def issue_lost(self) -> None:
+        """Queue again the issued tasks that are neither queued nor in the log.
+
+        The broker's store has lost them. The queue is read first: a group is appended before its
+        task leaves the queue.
+        """
+        waiting = list(self._ledger.min_versions)
+        queued = await self._queue.pending_numbers()
+        for number in waiting:
+            task = self._ledger.issued_under(number)
+            if task is None or number in queued or await self._log.contains(number):
+                continue
+            _log.warning("task_lost", task=number)
+            await self._publish(task)
 
     def write_to(self, state: LearnerState) -> None:
         """Write the staleness bound into the state of a checkpoint."""

@@ -28,7 +28,7 @@ from ...schemas.checks import (
 )
 from ...schemas.config.agent import TaskSource
 from ...schemas.local.disk import DiskThreads
-from ...schemas.local.process import die_with
+from ...schemas.local.process import die_with, is_killed_from_outside, num_oom_kills
 from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion, PlayQuestion
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, DataError, GameError, ModelError, TinkermqError
@@ -212,6 +212,7 @@ class EnvCheckRunner:
         try:
             command = [sys.executable, "-P", "-m", "tinkermq.actors.check_game"]
             environment = {VARIABLE: request, **ENVIRONMENT}
+            oom_kills = num_oom_kills()
             child = await self._starter.start(question.wanted, environment, writing, command)
         except (OSError, ValueError) as error:  # a folder's name may contain a null byte
             os.close(reading)
@@ -238,6 +239,8 @@ class EnvCheckRunner:
                 "used",
             )
             return output.reply("game", late)
+        if is_killed_from_outside(exit_code, oom_kills):
+            return _UNKNOWN
         ended = GameError(
             f"the process that played it ended: {output.reason(exit_code)}",
             hint="a game must not end its process",

@@ -22,7 +22,7 @@ import structlog
 
 from ...broker.client.fair_queue import end_tasks
 from ...schemas.local.folder import Folder
-from ...schemas.local.process import die_with
+from ...schemas.local.process import die_with, is_killed_from_outside, num_oom_kills
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots
@@ -221,7 +221,8 @@ class ForkServer:
     async def fork(self, spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
         """Fork an actor.
 
-        Raises OSError if the server cannot fork now, CannotFork if it never can.
+        Raises StartFailed if the server was killed from outside meanwhile, OSError if it cannot
+        fork now, CannotFork if it never can.
         """
         if self._threads:
             raise CannotFork(self._threads)
@@ -235,10 +236,12 @@ class ForkServer:
             dict(environment),
         )
         future = self._forks[request.number] = loop.create_future()
+        process, oom_kills = None, num_oom_kills()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 async with self._starting:
                     channel = self._channel or await self._start()
+                    process = self._process
                     await _send(channel, request, output)
                 return await future
         except TimeoutError as slow:
@@ -248,9 +251,21 @@ class ForkServer:
         except OSError as error:
             if self._threads:  # the server reported so while this request was sent
                 raise CannotFork(self._threads) from error
+            if process is not None and await self._was_killed(process, error, oom_kills):
+                raise StartFailed(str(error)) from error
             raise
         finally:
             del self._forks[request.number]
+
+    async def _was_killed(
+        self, process: asyncio.subprocess.Process, error: OSError, oom_kills: int | None
+    ) -> bool:
+        """Return whether a start failed since the server was ended by a signal from outside."""
+        is_current = self._channel is not None and self._process is process
+        if is_current and not isinstance(error, ConnectionError):
+            return False  # it answered that it cannot fork
+        has_ended = await _has_ended(process, _END_S)
+        return has_ended and is_killed_from_outside(process.returncode, oom_kills)
 
     async def close(self) -> None:
         """End the server; its actors must have ended before."""

@@ -2,8 +2,9 @@
 
 Exit code 0 means done. 2 is an error that a restart cannot repair, like a refused start. 3 is the
 end of a drain that this node did not request: the actor is restarted. Any other end is a crash: the
-actor is restarted after a growing delay, as is an actor without a heartbeat. The child leads its
-own process group and dies with the node.
+actor is restarted after a growing delay, as is an actor without a heartbeat. Crashes are counted;
+an end by a signal from outside is not. The child leads its own process group and dies with the
+node.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import structlog
 
 from ...schemas.local.disk import append_to
 from ...schemas.local.folder import Folder
+from ...schemas.local.process import is_killed_from_outside, num_oom_kills
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import ActorStatus, WantedActor
 from ...schemas.wire.codec import read_json
@@ -304,6 +306,7 @@ class Backoff:
         self.num_fruitless = 0
         """Consecutive failures of processes that did not finish any work."""
         self._recent: list[float] = []
+        self._kills: list[float] = []
 
     @property
     def is_hasty(self) -> bool:
@@ -322,6 +325,11 @@ class Backoff:
         if self.is_hasty or self.num_fruitless > self.max_restarts:
             return None
         return min(FIRST_DELAY_S * 2 ** (len(self._recent) - 1), MAX_DELAY_S)
+
+    def after_kill(self, now: float) -> float:
+        """Return the seconds to wait after an end from outside, which counts as no failure."""
+        self._kills = [time for time in self._kills if now - time < WINDOW_S] + [now]
+        return min(FIRST_DELAY_S * 2 ** (len(self._kills) - 1), MAX_DELAY_S)
 
 
 STOP_DEADLINE_S = 20.0
@@ -406,6 +414,9 @@ class ActorProcess:
         self._state: Literal["running", "restarting", "exited", "failed"] = "restarting"
         self._num_starts = 0
         self._started = 0.0
+        self._oom_kills: int | None = None
+        self._was_silent = False
+        """Whether the last process was killed since it sent no heartbeat."""
         self._exit_code: int | None = None
         self._error = ""
         self._process: Child | None = None
@@ -500,6 +511,8 @@ class ActorProcess:
         self._error = self._output.errors.reason(exit_code)
         if exit_code == EXIT_FAILED:
             return None
+        if not self._was_silent and is_killed_from_outside(exit_code, self._oom_kills):
+            return self._backoff.after_kill(time.monotonic())
         delay_s = self._backoff.after_failure(time.monotonic(), progress=progress)
         if delay_s is None:
             self._error = f"crashed {self._crashes()}: {self._error}"
@@ -520,6 +533,7 @@ class ActorProcess:
         self._output.errors.forget()
         self._num_starts += 1
         self._started = time.time()
+        self._was_silent, self._oom_kills = False, num_oom_kills()
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.spec, self._environment, writing)
@@ -554,6 +568,7 @@ class ActorProcess:
         try:
             await asyncio.wait({ended, stop, silent}, return_when=asyncio.FIRST_COMPLETED)
             if silent.done() and not ended.done() and not self._stop.is_set():
+                self._was_silent = True
                 self._tell_silence()
                 kill_group(process.pid)
             elif not ended.done():

@@ -20,7 +20,6 @@ import contextlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,6 +43,7 @@ from ...envs.sandbox.sandbox import (
 from ...envs.sandbox.self_test import prove
 from ...envs.sandbox.served import SOCKET, listen_at
 from ...envs.sandbox.shown import FOLDERS_VARIABLE, PathRefused, code_folders, refuse_runs
+from ...schemas.local.folder import process_folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, TinkermqError
@@ -292,7 +292,7 @@ class InterpreterSocket:
         """
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
-        self._folder = Path(tempfile.mkdtemp(prefix="tinkermq-"))
+        self._folder = process_folder("tinkermq-socket")
         self.path = self._folder / "socket"
         try:
             self._listening = listen_at(self.path)

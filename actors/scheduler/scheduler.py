@@ -12,7 +12,7 @@ from typing import cast
 
 from ...broker.client.connection import Broker, drop_old_requests, request_connection
 from ...broker.client.rpc import Handler, RequestContext, Service
-from ...broker.jetstream.streams import bound_weights
+from ...broker.jetstream.streams import bound_weights, mend_shared
 from ...broker.jobs import JobStore, is_final
 from ...broker.presence import INTERVAL_S
 from ...broker.user_records import Audit
@@ -71,6 +71,8 @@ from .submission.submission import Submission
 DEFAULT_TIMING = Timing()
 DEFAULT_KEEPING = RetentionLimits()
 NO_MACHINES = MachinesConfig.none()
+_MEND_S = 0.5
+"""How often the leader looks for deleted buckets; a request for one fails after two seconds."""
 
 
 async def run(
@@ -135,6 +137,7 @@ async def _lead(
             numbers = group.create_task(_report_numbers(context, reconciler, view), name="numbers")
             answers = _SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
             await answers.open(service)
+            mending = group.create_task(_mend_shared(context, lease), name="shared buckets")
             growing = group.create_task(
                 keeper.run(reconciler.demand, lambda: lease.is_fresh), name="machines"
             )
@@ -146,10 +149,20 @@ async def _lead(
             numbers.cancel()
             dropping.cancel()
             growing.cancel()
+            mending.cancel()
         finally:
             await view.close()
             await pool.records.close()
         holding.cancel()
+
+
+async def _mend_shared(context: ActorContext, lease: LeaderLease) -> None:
+    """Make deleted buckets that all jobs share again, before those who need them give up."""
+    while True:
+        await asyncio.sleep(_MEND_S)
+        with contextlib.suppress(TinkermqError, TimeoutError):
+            if lease.is_fresh and (made := await mend_shared(context.broker)):
+                context.log.warning("buckets_made_again", streams=made)
 
 
 async def _report_numbers(context: ActorContext, reconciler: Reconciler, view: JobsView) -> None:

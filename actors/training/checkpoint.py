@@ -154,6 +154,13 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
 
+    def put_back(self, step: int) -> Path:
+        """Undo `put_aside`; return the checkpoint's folder."""
+        folder = self.folder / checkpoint_name(step)
+        (self.folder / f"{_DAMAGED}{folder.name}").rename(folder)
+        self._point("latest", folder)
+        return folder
+
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         """Rename a checkpoint to its final name; until then an older one of that step is valid."""
         replaced = self.folder / (_REPLACED + final.name)

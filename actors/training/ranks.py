@@ -12,7 +12,6 @@ import contextlib
 import json
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from ...schemas.config.job import JobConfig
 from ...schemas.local.disk import remedy
+from ...schemas.local.folder import process_folder
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError
 from .parallel import Meeting, Parallel
@@ -195,7 +195,7 @@ def _own_place(blind: bool, folder: Path) -> Iterator[Path]:
     if not blind:
         yield folder
         return
-    place = Path(tempfile.mkdtemp(prefix="tinkermq-rank-"))
+    place = process_folder("tinkermq-rank")
     try:
         yield place
     finally:

@@ -105,6 +105,8 @@ class LearnerState(BaseModel):
     """Every earlier entry of the rollout log is decided."""
     decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """Later entries that are also decided, as half-open ranges."""
+    newest_decided: tuple[int, str] = (0, "")
+    """Sequence and SHA-256 of the newest decided entry, to recognise the log; 0: none."""
     next_task: int = 0
     """Number of the next task."""
     next_index: int = 0

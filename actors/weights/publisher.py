@@ -97,6 +97,10 @@ class Publisher:
                 idempotent=True,
             )
 
+    async def retract(self, behind: int) -> None:
+        """Remove the versions after `behind`, which no recorded step has made."""
+        await self._store.retract(behind)
+
     async def publish(self, version: int, read: Read, *, keep: Callable[[], Set[int]]) -> None:
         """Publish the model as `version`, after the previous publication has ended.
 

@@ -46,6 +46,7 @@ from ...schemas.wire.errors import (
     MessageError,
     ModelError,
     NotFoundError,
+    RewoundError,
     StorageError,
 )
 from ...schemas.wire.subjects import JobScope
@@ -184,6 +185,8 @@ class WeightStore:
         """The newest version in this machine's shared memory that was not stored at its
         announcement."""
         self._listening: Listening | None = None
+        self._newest_seen = -1
+        """The newest version that `wait_newer` has seen."""
 
     def draft(self, num_bytes: int) -> UnfinishedFile | None:
         """Return a shared-memory file for one version, for `publish`.
@@ -385,7 +388,8 @@ class WeightStore:
         """Return the newest manifest once it is newer than `version`; None after `timeout_s`.
 
         -1 waits for the first version. On the learner's machine it may be of a version that is
-        not stored yet: `fetch` takes it from shared memory.
+        not stored yet: `fetch` takes it from shared memory. Raises RewoundError if the learner has
+        retracted a version that was there.
         """
         if self._listening is None:
             self._listening = await self.broker.listen(self.scope.weights, self._note_announcement)
@@ -393,7 +397,9 @@ class WeightStore:
         deadline = loop.time() + timeout_s
         while True:
             self._announced.clear()
-            manifests = [item for item in (await self.latest(), self._early) if item is not None]
+            latest = await self.latest()
+            await self._refuse_retracted(latest)
+            manifests = [item for item in (latest, self._early) if item is not None]
             newest = max(manifests, key=lambda item: item.version, default=None)
             if newest is not None and newest.version > version:
                 return newest
@@ -403,6 +409,17 @@ class WeightStore:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._announced.wait()
+
+    async def _refuse_retracted(self, latest: Manifest | None) -> None:
+        """Raise RewoundError if `latest` is older than a version that was seen."""
+        if latest is None:
+            return
+        if latest.version < self._newest_seen:
+            raise RewoundError(
+                f"version {self._newest_seen} of the weights of job {self.scope.job} was "
+                f"retracted, the newest is {latest.version}: the broker's store was set back"
+            )
+        self._newest_seen = max(self._newest_seen, latest.version)
 
     async def fetch(self, manifest: Manifest) -> dict[str, TensorSource]:
         """Return the tensors of a version: views of one buffer, checked against the digest.
@@ -531,6 +548,25 @@ class WeightStore:
         if entry is not None:
             await self._manifests.purge(manifest_key(version))
             await self._remove_payload(entry.value)
+
+    async def retract(self, behind: int) -> None:
+        """Remove the versions after `behind`, which no recorded step has made.
+
+        They are left when the broker's store was set back. Receivers that have one start again.
+        """
+        versions = await self.versions()
+        for version in versions:
+            if version > behind:
+                await self.remove(version)
+        latest = await self.latest()
+        if latest is None or latest.version <= behind:
+            return
+        held = [version for version in versions if version <= behind]
+        newest = await self.manifest(held[-1]) if held else None
+        if newest is None:
+            await self._manifests.purge(LATEST)
+        else:
+            await self._manifests.put(LATEST, newest)
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
         """Remove all versions except these, the `newest`, and their bases."""

@@ -283,6 +283,7 @@ class StreamReader:
         self._num_reads = self._last_whole = 0
         """The number of reads, and the number of the last read that reached the end."""
         self._was_whole = asyncio.Event()
+        self._has_reconnected = False
 
     async def start(self) -> None:
         """Fix the position now, so that later messages are not missed.
@@ -302,7 +303,7 @@ class StreamReader:
 
         Raises NotFoundError when the stream is gone, DeadlineError when the server stays away.
         """
-        remove = self._broker.on_reconnect(self._sign.set)
+        remove = self._broker.on_reconnect(self._note_reconnect)
         pause_s = FIRST_PAUSE_S
         ahead: asyncio.Task[Batch] | None = None
         try:
@@ -317,6 +318,9 @@ class StreamReader:
                 for message in messages:
                     if len(self._subjects) == 1 or message.subject in self._subjects:
                         yield message
+                if not more and self._has_reconnected:
+                    self._has_reconnected = False
+                    await self._go_back()
                 if not more:
                     self._last_whole = self._num_reads
                     self._was_whole.set()
@@ -353,6 +357,15 @@ class StreamReader:
             waiting_for=f"stream {self._stream}",
         )
 
+    async def _go_back(self) -> None:
+        """Continue behind the stream's last message if the broker's store was set back."""
+        info = await self._broker.retry(
+            lambda: stream_info(self._broker, self._stream),
+            deadline_s=_DEADLINE_S,
+            waiting_for=f"stream {self._stream}",
+        )
+        self._next_seq = min(self._next_seq or 1, int(info["state"]["last_seq"]) + 1)
+
     async def _rest(self, pause_s: float) -> bool:
         """Wait for a message or `pause_s`, since it may arrive before it is stored."""
         with contextlib.suppress(TimeoutError):
@@ -361,4 +374,8 @@ class StreamReader:
         return self._sign.is_set()
 
     def _note_message(self, _: Msg) -> None:
+        self._sign.set()
+
+    def _note_reconnect(self) -> None:
+        self._has_reconnected = True
         self._sign.set()

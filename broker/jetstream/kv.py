@@ -422,19 +422,30 @@ class Mirror(Generic[M]):
         if time.monotonic() - self._listed >= RELIST_S:
             self._stale.clear()
             self._listed = time.monotonic()
-            before = set(self.entries)
+            before = dict(self.entries)
             with contextlib.suppress(NotFoundError):
                 entries, damaged = await self.bucket.read_all(self._prefix)
                 self.damaged = {error.key: error for error in damaged}
-                for key in before - {entry.key for entry in entries} - set(self.damaged):
+                for key in set(before) - {entry.key for entry in entries} - set(self.damaged):
                     del self.entries[key]
                 for entry in entries:
-                    self.put(entry)
-            return before | set(self.entries)
+                    self._relist(entry, before.get(entry.key))
+            return set(before) | set(self.entries)
         keys, self._stale = sorted(self._stale), set()
         for first in range(0, len(keys), _READS_AT_ONCE):
             await asyncio.gather(*map(self._read, keys[first : first + _READS_AT_ONCE]))
         return set(keys)
+
+    def _relist(self, entry: Entry[M], before: Entry[M] | None) -> None:
+        """Store an entry of a list, also an older one than before the list was read.
+
+        Then the broker's store was set back. In a cluster a replica may lag, and the newest stays.
+        """
+        unchanged = self.entries.get(entry.key) is before
+        if unchanged and not self._broker.replication.reads_leader:
+            self.entries[entry.key] = entry
+        else:
+            self.put(entry)
 
     async def _read(self, key: str) -> None:
         try:

@@ -247,12 +247,9 @@ async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
     await asyncio.gather(*(delete_stream(broker, name) for name in names))
 
 
-async def create_shared(broker: Broker) -> None:
-    """Make the buckets that all jobs share; harmless when they exist.
-
-    Raises StateError when the bucket of job records is gone while there are jobs.
-    """
-    shared = (
+def _shared_buckets() -> list[StreamConfig]:
+    """Return the configurations of the buckets that all jobs share."""
+    buckets = (
         (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_ARCHIVE, "Records of archived jobs, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_NODES, "Nodes of the pool and their slots", 0, MAX_MESSAGE_BYTES),
@@ -263,10 +260,38 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_MACHINES, "What machines of clusters have used", 0, MAX_MESSAGE_BYTES),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0, REQUEST_BYTES),
     )
+    return [
+        {**bucket_config(name, description, ttl_s=ttl_s), "max_msg_size": max_value_bytes}
+        for name, description, ttl_s, max_value_bytes in buckets
+    ]
+
+
+async def create_shared(broker: Broker) -> None:
+    """Make the buckets that all jobs share; harmless when they exist.
+
+    Raises StateError when the bucket of job records is gone while there are jobs.
+    """
     await _refuse_without_records(broker)
-    for bucket, description, ttl_s, max_value_bytes in shared:
-        config = bucket_config(bucket, description, ttl_s=ttl_s)
-        await ensure_stream(broker, {**config, "max_msg_size": max_value_bytes})
+    for config in _shared_buckets():
+        await ensure_stream(broker, config)
+
+
+async def mend_shared(broker: Broker) -> list[str]:
+    """Make deleted buckets that all jobs share again, empty; return their streams' names.
+
+    Not those of job records, which only a back-up brings back.
+    """
+    made: list[str] = []
+    for config in _shared_buckets():
+        name = config["name"]
+        if name in (f"KV_{BUCKET_JOBS}", f"KV_{BUCKET_ARCHIVE}"):
+            continue
+        try:
+            await stream_info(broker, name)
+        except errors.NotFoundError:
+            await ensure_stream(broker, config)
+            made.append(name)
+    return made
 
 
 async def _refuse_without_records(broker: Broker) -> None:

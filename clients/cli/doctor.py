@@ -24,7 +24,7 @@ from ...envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
 from ...envs.sandbox.served import SHORT_FOLDER, listen_at
 from ...schemas.checks import CheckResult
 from ...schemas.machines import MachineList, MachineStatus
-from ...schemas.metric import Presence
+from ...schemas.metric import LOST_STEPS, Presence
 from ...schemas.node import CLOCK_BOUND_S, NodeStatus, differences
 from ...schemas.wire.errors import (
     ConfigError,
@@ -312,7 +312,7 @@ async def _check_broker(url: str) -> list[CheckResult]:
                 "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
             )
         )
-        findings.append(await _trouble(broker, presences))
+        findings += [await _trouble(broker, presences), await _rewound(broker)]
         if any(presence.role == "scheduler" for presence in presences):
             findings += [await _records(broker), *await _machines(broker)]
         return findings
@@ -366,6 +366,25 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
             again if lost else "",
         ),
     ]
+
+
+async def _rewound(broker: Broker) -> CheckResult:
+    """Describe the user's live runs whose steps the broker's store has lost."""
+    own: list[Presence] = []
+    with contextlib.suppress(NotFoundError):
+        entries = await list_presences(broker, broker.user)
+        own = [entry.value for entry in entries if LOST_STEPS in entry.value.numbers]
+    if not own:
+        return finding("logs of runs", True, "no live run has lost a step")
+    steps = sum(presence.numbers[LOST_STEPS] for presence in own)
+    return finding(
+        "logs of runs",
+        False,
+        f"the broker's store was set back: {len(own)} runs have lost {steps:.0f} steps, and train "
+        "them anew",
+        "after a loss of power or from an old copy: sync each write (`sync_interval: always`); "
+        "else check the disk of nats-server",
+    )
 
 
 async def _trouble(broker: Broker, presences: Sequence[Presence]) -> CheckResult:

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from ...broker.feed import recent_values, run_row
 from ...broker.presence import list_presences
 from ...schemas.job import FINAL_STATES, JobRecord, held_slots, slot_seconds
-from ...schemas.metric import Presence
+from ...schemas.metric import LOST_STEPS, Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, TinkermqError
 from ..follow import RunProgress
 from ..pool import Pool
@@ -180,7 +180,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "serves": record.serves,
         "tokens_per_s": _throughput(record, values, actors) if live else None,
-        "trouble": _describe_failure(record, actors) if live else "",
+        "trouble": _describe_failure(record, actors) or _describe_rewound(actors) if live else "",
         "waits_for": learner.waits_for if learner is not None else "",
         "missing": _describe_missing(actors),
         "run_dir": record.run_dir,
@@ -194,6 +194,17 @@ def _describe_missing(actors: Sequence[Presence]) -> str:
         return ""
     since, first = min(waits, key=lambda wait: wait[0])
     return f"{first.actor} waits for {first.waits_for}, for {duration(time.time() - since)}"
+
+
+def _describe_rewound(actors: Sequence[Presence]) -> str:
+    """Describe a run whose broker's store was set back; empty: it was not."""
+    lost = next((item.numbers[LOST_STEPS] for item in actors if LOST_STEPS in item.numbers), None)
+    if lost is None:
+        return ""
+    return (
+        f"the broker's store was set back and lost {lost:.0f} steps, which are trained anew (event "
+        "`store_rewound`)"
+    )
 
 
 def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:

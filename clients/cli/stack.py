@@ -19,6 +19,7 @@ from cyclopts.validators import Number
 from ...broker.client.faults import shown_url
 from ...broker.client.login import KEY_VARIABLE
 from ...broker.credentials import PoolSecrets
+from ...broker.nats_server import SYNC_INTERVAL
 from ...schemas.local.process import die_with
 from ...schemas.machines import machines_config
 from ...schemas.wire.errors import ConfigError, DeadlineError, TinkermqError, error_from_reply
@@ -43,6 +44,7 @@ def up(
     nats_url: str | None = None,
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 4222,
+    sync_interval: str = "always",
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     slots: int | None = None,
@@ -70,6 +72,9 @@ def up(
         Its private key.
     port
         Port of the started server; 0: a free one.
+    sync_interval
+        How often the started server syncs its store to the disk: always, or a time such as 10s,
+        which is faster on slow disks. Messages of that time are lost when the machine loses power.
     slots
         Slots of the node; default: its GPUs, or its CPU cores.
     store
@@ -89,6 +94,10 @@ def up(
     """
     if slots is not None and slots < 1:
         raise ConfigError(f"--slots is {slots}", hint="give at least 1")
+    if not SYNC_INTERVAL.fullmatch(sync_interval):
+        raise ConfigError(
+            f"--sync-interval is {sync_interval!r}", hint="give always, or a time such as 10s or 2m"
+        )
     folder = (store or default_folder()).resolve()
     _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
     running = Home(folder).read_running_stack()
@@ -101,6 +110,7 @@ def up(
             nats_url=nats_url,
             host=host,
             port=port or None,
+            sync_interval=sync_interval,
             tls_cert=tls_cert.resolve() if tls_cert else None,
             tls_key=tls_key.resolve() if tls_key else None,
             slots=slots,

@@ -185,6 +185,8 @@ class StackOptions(BaseModel, frozen=True):
     """Address that the broker listens on."""
     port: int | None = None
     """Port of the broker that is started; None takes a free one."""
+    sync_interval: str = "always"
+    """How often the broker that is started syncs its store to the disk."""
     tls_cert: Path | None = None
     """Certificate of the broker; None: connections are not encrypted."""
     tls_key: Path | None = None
@@ -299,6 +301,7 @@ class Supervisor:
             self.home.store,
             host=options.host,
             port=options.port,
+            sync_interval=options.sync_interval,
             tls=tls,
             extra_config=self.secrets.server_config() if self.secrets.exist else "",
         )

@@ -29,6 +29,7 @@ from uuid import uuid4
 
 import httpx
 
+from ...schemas.local.process import is_killed_from_outside, num_oom_kills
 from ...schemas.wire.errors import GameError
 from ...schemas.wire.foreign import shown, words_of
 from ..game import StepResult
@@ -632,10 +633,11 @@ class StartedServer:
     def start(self) -> str:
         """Start it unless it runs; return its URL. Raises OpenEnvError."""
         with self._lock:
-            if self._running is None or not self._running.is_there():
+            deadline = time.monotonic() + self._start_s
+            while self._running is None or not self._running.is_there():
                 self._end()
                 self._running = self._launch()
-                self._wait(self._running)
+                self._wait(self._running, deadline)
             return self._running.url
 
     def stop(self) -> None:
@@ -648,15 +650,17 @@ class StartedServer:
             self._running.end()
             self._running = None
 
-    def _wait(self, running: StartedProcess) -> None:
-        deadline = time.monotonic() + self._start_s
+    def _wait(self, running: StartedProcess, deadline: float) -> None:
+        """Wait until it answers or is killed from outside."""
+        oom_kills = num_oom_kills()
         while running.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.get(f"{running.url}/health", timeout=1.0, trust_env=False, verify=False)  # noqa: S501 - it is not TLS
                 return
             time.sleep(_LOOK_S)
-        ended = running.process.poll() is not None
-        what = "ended" if ended else f"did not answer within {self._start_s:g} s"
+        if is_killed_from_outside(exit_code := running.process.poll(), oom_kills):
+            return
+        what = f"did not answer within {self._start_s:g} s" if exit_code is None else "ended"
         logged = running.logged()
         self._end()
         raise OpenEnvError(

@@ -20,6 +20,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
+from ...schemas.local.process import is_killed_from_outside, num_oom_kills
 from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
 from .units import clean, is_balanced, same_unit, sides_of, split_unit, without_units
@@ -260,6 +261,10 @@ class Grader:
             if worker is None:
                 worker = _Worker(self._limits)
             verdict = worker.ask(gold, answer)
+            if verdict == "failed" and worker.was_killed():
+                worker.close()
+                worker = _Worker(self._limits)
+                verdict = worker.ask(gold, answer)
             if verdict in ("late", "failed") or worker.num_asked >= self._renew_after:
                 worker.close()
                 worker = None
@@ -278,6 +283,7 @@ class Grader:
 class _Worker:
     def __init__(self, limits: list[str]) -> None:
         self.num_asked = 0
+        self._oom_kills = num_oom_kills()
         self._process = subprocess.Popen(
             # -P: a file in the working folder, such as queue.py, must not hide a module of Python
             [sys.executable, "-P", "-m", f"{__package__}.grading_worker", *limits],
@@ -304,6 +310,10 @@ class _Worker:
         if line in ("true", "false"):
             return "right" if line == "true" else "wrong"
         return "late" if self._process.wait() == -signal.SIGPROF else "failed"
+
+    def was_killed(self) -> bool:
+        """Return whether the process was ended by a signal from outside."""
+        return is_killed_from_outside(self._process.poll(), self._oom_kills)
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):

@@ -11,7 +11,9 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -448,3 +450,16 @@ def _copy_file(source: Folder, name: str, here: tuple[int, str], there: tuple[in
 def _free_bytes(folder: Folder) -> int:
     disk = os.fstatvfs(folder.fileno())
     return disk.f_bavail * disk.f_frsize
+
+
+def process_folder(prefix: str, root: Path | None = None) -> Path:
+    """Make a folder of this process, and remove those that killed processes have left.
+
+    It is below `root`, by default the temporary folder. Its name has the prefix and the process id.
+    """
+    root = root or Path(tempfile.gettempdir())
+    for left in root.glob(f"{prefix}-*"):
+        pid = left.name.removeprefix(f"{prefix}-").partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).is_dir():
+            shutil.rmtree(left, ignore_errors=True)  # another user's stays
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=root))

@@ -12,12 +12,38 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that no program receives by a mistake of its own; SIGKILL also when memory is short."""
+_COUNTERS = Path("/proc/vmstat")
+
+
+def is_killed_from_outside(exit_code: int | None, oom_kills: int | None) -> bool:
+    """Return whether a process was ended by a signal from outside, not by a fault of its own.
+
+    `exit_code` is -n for signal n; `oom_kills` was `num_oom_kills()` before its start. A process
+    that was killed while the kernel killed some for their memory may be one of those.
+    """
+    if exit_code is None or -exit_code not in FROM_OUTSIDE:
+        return False
+    return exit_code != -signal.SIGKILL or (oom_kills is not None and num_oom_kills() == oom_kills)
+
+
+def num_oom_kills() -> int | None:
+    """Return how many processes the kernel has killed for their memory; None where unknown."""
+    with contextlib.suppress(OSError):
+        for line in _COUNTERS.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:

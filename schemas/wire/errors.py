@@ -163,6 +163,17 @@ class FencedError(ConflictError):
     code = "fenced"
 
 
+class RewoundError(TinkermqError):
+    """The broker's store holds less than it had confirmed.
+
+    A process of a job that meets it starts again from what is there, which counts as no failure.
+    """
+
+    code = "rewound"
+    status = 503
+    may_pass = True
+
+
 class NotFoundError(TinkermqError, ValueError):
     """A job, run, actor, version or episode that does not exist."""
 

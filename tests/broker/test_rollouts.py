@@ -1,6 +1,7 @@
 """Rollout log, batch log and segments: once and only once, fenced, live and bounded."""
 
 import asyncio
+import hashlib
 import os
 import random
 import signal
@@ -25,7 +26,13 @@ from tinkermq.broker.rollouts import BatchLog, LogEntry, RolloutLog, read_entry
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.rollout import Segment
 from tinkermq.schemas.task import BatchRecord
-from tinkermq.schemas.wire.errors import BrokerError, FencedError, MessageError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    FencedError,
+    MessageError,
+    NotFoundError,
+    RewoundError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.processes import halt
@@ -347,6 +354,46 @@ async def test_a_second_learner_fences_off_the_first(broker: Broker, scope: JobS
     await log.append(_record(2, "second"), last)
     with pytest.raises(FencedError, match="step 2 was to come after entry 1, the last is 2"):
         await log.append(_record(2, "first"), last)
+
+
+async def test_a_log_that_was_set_back_is_no_other_learner(broker: Broker, scope: JobScope) -> None:
+    log = BatchLog(broker, scope)
+    await log.append(_record(1), 0)
+    with pytest.raises(RewoundError, match="ends at entry 1, entry 4 was confirmed"):
+        await log.append(_record(5), 4)
+    with pytest.raises(RewoundError, match="ends at entry 1, entry 4 was confirmed"):
+        await log.check_owner(4)
+
+
+async def test_a_record_replaces_those_of_its_step_and_of_later_ones_before_it(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = BatchLog(broker, scope)
+    last = 0
+    for step in (1, 2, 3, 2, 3, 4):
+        last = await log.append(_record(step), last)
+    assert [(seq, record.step) for seq, record in await log.read_all()] == [
+        (1, 1),
+        (4, 2),
+        (5, 3),
+        (6, 4),
+    ]
+
+
+async def test_a_log_tells_whether_it_still_holds_an_entry(broker: Broker, scope: JobScope) -> None:
+    log = RolloutLog(broker, scope)
+    digests: list[str] = []
+    for number in range(4):
+        group = make_group(number)
+        await log.append(group)
+        digests.append(hashlib.sha256(group.to_bytes()).hexdigest())
+    assert await log.holds(4, digests[3])
+    assert not await log.holds(4, digests[2]), "another entry is there"
+    assert not await log.holds(5, digests[3]), "the log ends before it"
+    await broker.api(f"STREAM.MSG.DELETE.{log.stream}", {"seq": 3})
+    assert await log.lost_seqs() == {3}
+    await log.trim(3)
+    assert await log.holds(1, digests[0]), "it was trimmed"
 
 
 async def test_of_two_equal_records_only_one_is_appended(broker: Broker, scope: JobScope) -> None:

@@ -1,12 +1,15 @@
 """Streams and buckets that somebody deletes are told by name, with what brings them back."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
+from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
-from tinkermq.broker.jetstream.streams import create_shared, delete_stream
+from tinkermq.broker.jetstream.streams import create_shared, delete_stream, stream_info
 from tinkermq.schemas.job import JobReply, SubmitRequest
 from tinkermq.schemas.wire.errors import NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import (
@@ -23,7 +26,7 @@ from tinkermq.schemas.wire.subjects import (
 from tests.support.configs import small_job
 from tests.support.jobs import Job
 from tests.support.stack import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
@@ -88,26 +91,32 @@ async def test_a_run_needs_no_stream_that_only_tells_of_it(
     await job.until("COMPLETED")
 
 
-async def test_a_pool_without_a_shared_bucket_names_it_and_makes_it_again(
+async def _is_there(stack: Stack, bucket: str) -> bool:
+    try:
+        await stream_info(stack.broker, f"KV_{bucket}")
+    except NotFoundError:
+        return False
+    return True
+
+
+async def test_the_scheduler_makes_shared_buckets_again_and_runs_go_on(
     tmp_path: Path, model: Path
 ) -> None:
+    buckets = (BUCKET_ACTORS, BUCKET_NODES, BUCKET_REQUESTS, BUCKET_SECRETS, BUCKET_EVALS)
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model, num_steps=80)
-        for bucket in (BUCKET_ACTORS, BUCKET_NODES, BUCKET_REQUESTS, BUCKET_SECRETS):
+        job = await _started(stack, model, num_steps=40)
+        for bucket in (*buckets, BUCKET_LEASES):
             await delete_stream(stack.broker, f"KV_{bucket}")
-        await stack.restart("scheduler")
         step = (await job.metrics())[-1].step
         await job.until_step(step + 3)
-        await delete_stream(stack.broker, f"KV_{BUCKET_LEASES}")
-        await stack.restart("scheduler")
-        await stack.until_nodes()  # it answers: what it makes at its start is made
-        await delete_stream(stack.broker, f"KV_{BUCKET_EVALS}")
-        record = await job.until("FAILED")
-        assert f"there is no stream KV_{BUCKET_EVALS}" in record.reason
-        assert "start the scheduler again" in record.reason
-        await stack.restart("scheduler")
-        await job.resume()
-        await job.until("COMPLETED")
+        for bucket in buckets:
+            await delete_stream(stack.broker, f"KV_{bucket}")
+            await eventually(partial(_is_there, stack, bucket), f"bucket {bucket}")
+        await stack.until_nodes()
+        record = await job.until("COMPLETED")
+        assert record.attempt == 1
+        another = await stack.submit(small_job(model))
+        await another.until("COMPLETED")
 
 
 async def test_a_pool_without_the_records_of_its_jobs_stops_nothing_and_says_what_is_gone(
@@ -138,3 +147,25 @@ async def test_a_pool_without_the_records_of_its_jobs_stops_nothing_and_says_wha
             return "held the records of all jobs" in await asyncio.to_thread(log.read_text)
 
         await eventually(told, "the scheduler to say what is gone")
+
+
+async def test_a_submission_waits_for_a_scheduler_that_starts_again(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        stack.kill("scheduler")
+        with capture_logs() as logs:
+            submitting = asyncio.create_task(
+                SchedulerCalls(stack.broker).submit(
+                    {"output_dir": str(tmp_path / "runs"), **small_job(model)}
+                )
+            )
+            await until(
+                lambda: any(line["event"] == "service_is_away" for line in logs),
+                "the wait to be reported",
+            )
+        assert not submitting.done()
+        stack.start("scheduler")
+        record = await submitting
+        assert record.state == "QUEUED"
+        await Job(stack, record).until("COMPLETED")

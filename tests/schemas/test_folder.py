@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import pytest
 from tinkermq.actors.node.process import LogFile
 from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.schemas.local import folder as folders
-from tinkermq.schemas.local.folder import Folder
+from tinkermq.schemas.local.folder import Folder, process_folder
 from tinkermq.schemas.wire.errors import StorageError
 
 SECRET = b"the pool's secret"
@@ -277,3 +279,14 @@ def test_a_huge_sparse_log_is_put_aside(tmp_path: Path) -> None:
     LogFile(tmp_path, "logs/learner.log").append(["one"])
     LogFile(tmp_path, "logs/learner.log").append(["two"])
     assert log.read_text().split() == ["two"]
+
+
+def test_folders_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for name in (f"ours-{ended.pid}-a", f"ours-{os.getppid()}-b", "ours-x", f"other-{ended.pid}-c"):
+        (tmp_path / name).mkdir()
+    made = process_folder("ours", tmp_path)
+    assert made.name.startswith(f"ours-{os.getpid()}-")
+    left = {path.name for path in tmp_path.iterdir()} - {made.name}
+    assert left == {f"ours-{os.getppid()}-b", "ours-x", f"other-{ended.pid}-c"}

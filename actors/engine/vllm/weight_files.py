@@ -5,7 +5,6 @@ shared-memory file.
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import torch
 from safetensors import TensorSpec, serialize_file
 
 from ....schemas.config.sections import ADAPTER_CONFIG, LoraConfig
+from ....schemas.local.folder import process_folder
 from ....schemas.weights import TensorEntry
 from ....schemas.wire.errors import EngineError, ModelError
 from ...policy.lora import add_adapter, policy_tensors, uniform
@@ -34,7 +34,6 @@ from ...weights.tensors import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PREFIX = "tinkermq-weights-"
 _INFIX = ".lora_A."
 _VISION_TOWER = ".visual."
 
@@ -43,9 +42,8 @@ class WeightFiles:
     """A folder in memory with one folder per version; it is removed with its owner."""
 
     def __init__(self) -> None:
-        root = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
-        _sweep(root)
-        self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
+        root = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
+        self._root = process_folder("tinkermq-weights", root)
 
     def write_model(
         self, version: int, tensors: Mapping[str, TensorSource]
@@ -147,11 +145,3 @@ def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> 
             hint="set lora.targets=[q_proj,k_proj,v_proj,o_proj], or generator.engine=transformers",
         )
     return WeightNames(tensors)
-
-
-def _sweep(root: Path) -> None:
-    """Remove folders of processes that were killed."""
-    for folder in root.glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if not Path("/proc", pid).is_dir():
-            shutil.rmtree(folder, ignore_errors=True)

@@ -7,9 +7,7 @@ engine's slots by tokens and weights.
 
 import asyncio
 import contextlib
-import os
 import shutil
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,6 +23,7 @@ from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.local.folder import process_folder
 from ....schemas.plan.model_shape import count_positions
 from ....schemas.tinker.checkpoints import ExportedFile, FetchFile, FilePart
 from ....schemas.tinker.names import CheckpointName
@@ -45,7 +44,6 @@ M = TypeVar("M", bound=Message)
 # -- finding and fetching adapters -----------------------------------------------------------------
 
 _TIMEOUT_S = 20.0
-_PREFIX = "tinkermq-lora-"
 _TRAINER = "the trainer of this sampler"
 
 
@@ -104,7 +102,7 @@ class Snapshots:
         if snapshot.folder is not None:
             return snapshot.folder
         if self._fetched is None:
-            self._fetched = await asyncio.to_thread(_make_folder)
+            self._fetched = await asyncio.to_thread(process_folder, "tinkermq-lora")
         folder = self._place(snapshot)
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
         request = FindSnapshot(user=snapshot.user, path=snapshot.path)
@@ -158,15 +156,6 @@ class Snapshots:
             waiting_for=_TRAINER,
             idempotent=True,
         )
-
-
-def _make_folder() -> Path:
-    """Make a folder of this process, and remove those of killed processes."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if not Path("/proc", pid).is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
 
 
 def _engine_name(owner: str, source: SamplerName, path: str, seq: int) -> str:

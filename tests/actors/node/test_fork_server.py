@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors.node.children import WITHOUT_THREADS, ActorStarter, Child, ForkServer
+from tinkermq.actors.node.children import (
+    WITHOUT_THREADS,
+    ActorStarter,
+    Child,
+    ForkServer,
+    StartFailed,
+)
 from tinkermq.actors.node.sandbox import ENVIRONMENT, actor_environment
 from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.schemas.node import WantedActor
@@ -101,6 +107,21 @@ async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
     again = await Actor.start(server)
     os.kill(again.child.pid, signal.SIGKILL)
     await asyncio.wait_for(again.child.wait(), PATIENCE_S)
+
+
+async def test_a_start_amid_which_the_server_is_killed_is_repeated_and_no_crash() -> None:
+    server = ForkServer()
+    for _ in range(2):
+        starting = asyncio.create_task(Actor.start(server))
+        await until(lambda: server.pid is not None, "a server")
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(StartFailed):
+            await starting
+    actor = await Actor.start(server)
+    os.kill(actor.child.pid, signal.SIGKILL)
+    await asyncio.wait_for(actor.child.wait(), PATIENCE_S)
+    await server.close()
 
 
 async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) -> None:

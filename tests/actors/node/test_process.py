@@ -316,6 +316,21 @@ async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
     assert actor.status.state == "exited"
 
 
+async def test_kills_from_outside_are_no_failures_however_many_they_are(tmp_path: Path) -> None:
+    actor = process(tmp_path, "import time; time.sleep(600)", max_restarts=0)
+    run = asyncio.create_task(actor.run())
+    killed: set[int | None] = {None}
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        await until(lambda: actor.status.pid not in killed, "another process")
+        assert actor.status.pid is not None
+        killed.add(actor.status.pid)
+        os.kill(actor.status.pid, number)
+    await until(lambda: actor.status.pid not in killed, "another process")
+    assert (actor.status.restarts, actor.status.fruitless) == (3, 0)
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
 async def test_stop_lets_an_actor_drain(tmp_path: Path) -> None:
     sink = Sink()
     text = (

@@ -34,6 +34,7 @@ from tinkermq.schemas.wire.errors import (
     MessageError,
     ModelError,
     NotFoundError,
+    RewoundError,
     StorageError,
 )
 from tinkermq.schemas.wire.subjects import JobScope
@@ -141,6 +142,26 @@ async def test_a_removed_version_is_gone_and_removing_again_is_harmless(
     with pytest.raises(NotFoundError):
         await store.fetch(old)
     assert _same(await store.fetch(new), _tensors(1))
+
+
+async def test_who_has_a_version_that_is_retracted_starts_again(
+    store: WeightStore, nats_server: NatsServer, open_store: Callable[..., WeightStore]
+) -> None:
+    for version in range(4):
+        await store.publish(version, _tensors(version))
+    async with await connect(nats_server.url, name="waiter") as connection:
+        waiter = open_store(connection)
+        assert await waiter.wait_newer(-1, PATIENCE_S) is not None
+        await store.retract(1)
+        assert await store.versions() == [0, 1]
+        latest = await store.latest()
+        assert latest is not None
+        assert latest.version == 1
+        with pytest.raises(RewoundError, match="version 3 of the weights"):
+            await waiter.wait_newer(3, PATIENCE_S)
+        await waiter.close()
+    await store.retract(1)
+    assert await store.versions() == [0, 1]
 
 
 async def test_a_waiter_is_woken_by_the_announcement(

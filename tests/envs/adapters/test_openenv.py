@@ -578,6 +578,23 @@ async def test_a_package_is_started_and_ends_with_its_host():
     await until(lambda: not _children())
 
 
+async def test_a_package_that_is_killed_while_it_starts_is_started_again():
+    killed: list[int] = []
+
+    def kill_first() -> None:
+        while not killed:
+            killed.extend(_children())
+        os.kill(killed[0], signal.SIGKILL)
+
+    killing = asyncio.create_task(asyncio.to_thread(kill_first))
+    async with playing(**package()) as (runner, facts):
+        assert facts.name == "echo"
+        await opened(runner, "a")
+        await killing
+        assert _children() != killed
+    await until(lambda: not _children())
+
+
 def _children():
     """Return the servers of packages that run, without those of other runs of the tests."""
     found = []
