@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 
 from ...broker.client.fair_queue import end_tasks
+from ...envs import user_http
 from ...schemas.local.folder import Folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
@@ -108,7 +109,7 @@ class ActorStarter:
         """The fork server starts with the first actor that needs it.
 
         With `sandbox_games`, environment hosts, and learners that run functions of their job's
-        owner, cannot see anything of other jobs.
+        owner, cannot see anything of other jobs, and jobs name URLs that users of the pool reach.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
@@ -126,6 +127,11 @@ class ActorStarter:
         StartRefused if a second attempt would not help.
         """
         is_sandboxed = self._sandboxes is not None and spec.own_code is not None
+        if self._sandboxes is not None:
+            environment = {
+                **environment,
+                user_http.VARIABLE: os.environ.get(user_http.VARIABLE, ""),
+            }
         try:
             below_roots("run_dir", spec.run_dir, [Path(root) for root in spec.output_roots])
             if self._sandboxes is not None and spec.role in _WRITES and not is_sandboxed:
