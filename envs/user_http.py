@@ -252,10 +252,10 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
 async def _resolved(allowed: Reachable, host: str, port: int) -> list[str]:
     """Return the checked addresses of a host; raises AddressRefused, httpcore.ConnectError."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise httpcore.ConnectError(str(error)) from error
-    return allowed.checked(host, port, dict.fromkeys(str(entry[4][0]) for entry in found))
+    return allowed.checked(host, port, dict.fromkeys(str(entry[4][0]) for entry in answers))
 
 
 async def checked_socket(url: str, timeout_s: float) -> socket.socket | None:
@@ -307,10 +307,10 @@ def guard_process(allowed: Reachable) -> None:
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
-        found = resolve(host, port, *args, **kwargs)
+        answers = resolve(host, port, *args, **kwargs)
         if allowed.names(str(host), int(port) if str(port).isdecimal() else 0):
-            named.update(str(entry[4][0]) for entry in found)
-        return found
+            named.update(str(entry[4][0]) for entry in answers)
+        return answers
 
     def check(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("socket.connect", "socket.sendto", "socket.sendmsg"):

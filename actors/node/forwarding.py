@@ -227,7 +227,7 @@ class ClientMessages:
         num_sizes = {b"PUB": 1, b"HPUB": 2}.get(verb)
         if verb == b"CONNECT":
             fields: dict[str, object] = dict(read_json(line.strip()[len(verb) :]))
-            options = {name: fields[name] for name in fields if name not in _SECRETS}
+            options = {name: fields[name] for name in fields if name.casefold() not in _SECRETS}
             words = [json.dumps({**options, **self._login}).encode()]
         elif num_sizes is not None:
             replies = words[1:-num_sizes]
@@ -241,6 +241,7 @@ class ClientMessages:
         return b" ".join([verb, *words]) + b"\r\n"
 
 
+# The server reads the names of fields without case, in Unicode's sense.
 _SECRETS = frozenset({"user", "pass", "auth_token", "jwt", "nkey", "sig"})
 _VERBS = frozenset({b"PING", b"PONG", b"SUB", b"UNSUB"})
 _SIZE = re.compile(rb"[0-9]{1,9}")

@@ -223,7 +223,10 @@ def test_what_a_learner_sends_is_passed_on_however_it_is_cut() -> None:
 
 
 def test_a_learner_is_logged_in_as_itself_whoever_it_says_it_is() -> None:
-    said = b'CONNECT {"verbose":false,"user":"root","pass":"x","jwt":"y","sig":"z"}\r\n'
+    said = (
+        'CONNECT {"verbose":false,"user":"root","pass":"x","jwt":"y","sig":"z","USER":"root",'
+        '"Pass":"x","u\u017fer":"root","pas\u017f":"x","N\u212aey":"k"}\r\n'
+    ).encode()
     verb, _, options = ClientMessages(KEY).pass_on(said).partition(b" ")
     assert verb == b"CONNECT"
     assert json.loads(options) == {"verbose": False, "user": "job", "pass": KEY}
