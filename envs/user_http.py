@@ -177,20 +177,19 @@ def http_client(
     Proxies of the environment are not used for this machine, nor where addresses are checked.
     """
     make = partial(httpx.AsyncClient, headers=headers, timeout=timeout, limits=limits)
-    allowed = reachable()
-    if allowed is not None:
-        return make(transport=_CheckedTransport(allowed, limits, verify=verify))
-    direct = httpx.AsyncHTTPTransport(limits=limits, verify=verify, trust_env=False)
-    return make(mounts={f"all://{host}": direct for host in _LOCAL}, verify=verify)
+    context = httpx.create_ssl_context(verify=verify)
+    if (allowed := reachable()) is not None:
+        return make(transport=_CheckedTransport(allowed, limits, context))
+    direct = httpx.AsyncHTTPTransport(limits=limits, verify=context, trust_env=False)
+    return make(mounts={f"all://{host}": direct for host in _LOCAL}, verify=context)
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):
     """Checks the path of each request, and the address of each connection."""
 
-    def __init__(self, allowed: Reachable, limits: httpx.Limits, *, verify: bool) -> None:
-        super().__init__(verify=verify, limits=limits)
+    def __init__(self, allowed: Reachable, limits: httpx.Limits, context: ssl.SSLContext) -> None:
+        super().__init__(verify=context, limits=limits)
         self._allowed = allowed
-        context = httpx.create_ssl_context(verify=verify) if verify else _unverified()
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=context,
             max_connections=limits.max_connections,
@@ -205,13 +204,6 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
         port = url.port or _PORTS.get(url.scheme, 0)
         self._allowed.check_path(url.scheme, url.host, port, url.raw_path.decode().split("?")[0])
         return await super().handle_async_request(request)
-
-
-def _unverified() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
