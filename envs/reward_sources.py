@@ -34,6 +34,7 @@ from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
 from .game import ChatMessage
 from .reasoning import behind_reasoning
+from .user_http import http_client, shown_body
 
 _VALUE_KEYS = ("score", "reward")
 
@@ -125,7 +126,7 @@ class RefusedError(errors.RewardError):
 
     def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
         super().__init__(
-            f"{url} refused: status {status}: {text[:300]}",
+            f"{url} refused: status {status}: {shown_body(text)}",
             hint=hint or "see what it expects; env.reward.key_variable names a key",
         )
         self.http_status = status
@@ -152,9 +153,7 @@ class HttpSource:
                 )
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
         limits = httpx.Limits(max_connections=self._config.max_requests)
-        self._client = httpx.AsyncClient(
-            headers=headers, timeout=self._config.timeout_s, limits=limits
-        )
+        self._client = http_client(headers=headers, timeout=self._config.timeout_s, limits=limits)
 
     async def stop(self) -> None:
         """Close the client."""
@@ -178,7 +177,7 @@ class HttpSource:
             return reply.json()
         except ValueError as error:
             raise errors.RewardError(
-                f"{url} answered no valid JSON: {reply.text[:200]!r}",
+                f"{url} answered no valid JSON: {shown_body(reply.text)!r}",
                 hint='answer {"score": …}',
             ) from error
 
@@ -186,7 +185,7 @@ class HttpSource:
         headers = {"Content-Type": "application/json"}
         reply = await self._client.post(url, content=payload, headers=headers)
         if reply.status_code >= 500 or reply.status_code in _BUSY:
-            raise _Busy(f"status {reply.status_code}: {reply.text[:200]}")
+            raise _Busy(f"status {reply.status_code}: {shown_body(reply.text)}")
         return reply
 
 

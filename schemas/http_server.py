@@ -50,6 +50,7 @@ _BACKLOG = 1024
 _CHECK_S = 0.5
 _LOGGED_S = 60.0
 """Seconds between log lines about refusals, each with their number."""
+_AROUND_HEADER = len(b": \r\n")
 _CLOSE = (b"connection", b"close")
 _CONNECTION = "tinkermq.connection"
 """Key of the connection in the state of a request's scope."""
@@ -125,9 +126,15 @@ class _BoundedConnection(_Protocol):
         is_large = not reads_body and self._num_bytes > MAX_HEAD_BYTES
         if self.cycle is not self._request:
             self._request, self._since, self._num_bytes = self.cycle, time.monotonic(), 0
-            is_large = is_large and sum(map(len, chain(*self.headers))) > MAX_HEAD_BYTES
+            is_large = is_large and self._head_bytes() > MAX_HEAD_BYTES
         if is_large:
             self.transport.abort()
+
+    def _head_bytes(self) -> int:
+        """Return the size of the newest request's head, as its client wrote it."""
+        scope = cast("Any", self.scope)
+        target = len(scope["raw_path"]) + len(scope["query_string"])
+        return target + sum(map(len, chain(*self.headers))) + _AROUND_HEADER * len(self.headers)
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""

@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 
 from ...broker.client.fair_queue import end_tasks
+from ...envs import user_http
 from ...schemas.local.folder import Folder
 from ...schemas.local.process import die_with, is_killed_from_outside, num_oom_kills
 from ...schemas.node import WantedActor
@@ -107,7 +108,8 @@ class ActorStarter:
     def __init__(self, *, sandbox_games: bool = False) -> None:
         """The fork server starts with the first actor that needs it.
 
-        With `sandbox_games`, environment hosts cannot see anything of other jobs.
+        With `sandbox_games`, environment hosts cannot see anything of other jobs, and jobs name only
+        URLs that users of the pool reach.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
@@ -124,6 +126,9 @@ class ActorStarter:
         Its run folder may have become a link since the job was accepted. Raises OSError, and
         StartRefused if a second attempt would not help.
         """
+        if self._sandboxes is not None:
+            urls = os.environ.get(user_http.VARIABLE, "")
+            environment = {**environment, user_http.VARIABLE: urls}
         try:
             below_roots("run_dir", spec.run_dir, [Path(root) for root in spec.output_roots])
             if self._sandboxes is not None and spec.role in _WRITES:

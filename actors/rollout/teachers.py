@@ -24,6 +24,7 @@ import numpy as np
 from ...broker.client.connection import Broker
 from ...broker.client.faults import ConnectionLost
 from ...broker.client.parts import ask_parts
+from ...envs.user_http import http_client, shown_body
 from ...schemas import infer
 from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
 from ...schemas.generation import Decoding
@@ -119,7 +120,7 @@ class EndpointTeacher:
         key = os.environ.get(TEACHER_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(ANSWER_S, connect=_CONNECT_S)
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout)
+        self._client = http_client(headers=headers, timeout=timeout)
 
     async def score(self, ids: IntVector, top_k: int) -> PromptScores:
         """Request scores from the API."""
@@ -154,7 +155,8 @@ class EndpointTeacher:
             return reply.status_code, bytes(answer)
 
     def _refuse(self, status: int, answer: bytes) -> None:
-        failure = f"{self._url} answered {status}: {answer[:300].decode(errors='replace')}"
+        body = shown_body(answer.decode(errors="replace"))
+        failure = f"{self._url} answered {status}: {body}"
         if status >= 500 or status in _PASSING:
             raise TeacherAway(failure)
         raise ConfigError(
@@ -175,7 +177,8 @@ class EndpointTeacher:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"{self._url} returned no prompt_logprobs: {answer[:200].decode(errors='replace')}",
+                f"{self._url} returned no prompt_logprobs: "
+                f"{shown_body(answer.decode(errors='replace'))}",
                 hint="a teacher's API must support them, like vLLM's server",
             ) from error
 

@@ -23,9 +23,11 @@ from ...broker.client.login import without_secrets
 from ...broker.feed import VALIDATION, ValidationScore, best_of, read_scores, recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
+from ...envs.user_http import VARIABLE
 from ...schemas.job import NOTIFY_URL, JobRecord
 from ...schemas.local.process import die_with
 from ...schemas.wire.errors import NotFoundError, TinkermqError
+from ...schemas.wire.subjects import DEFAULT_USER
 from ..notify import NO_APPRISE, TOLD
 from .jobs.secrets import SecretStore
 from .jobs.view import last_version
@@ -172,21 +174,25 @@ class Notifier:
             title, body = f"{record.name} {text}", f"{record.name} ({record.state}): {text}"
             if record.reason:
                 body += f"\n{record.reason}"
-            is_told = await _send(url, title, body)
+            is_told = await _send(url, title, body, checks=self._broker.user != DEFAULT_USER)
             _log.info("notification_sent" if is_told else "notification_lost", job=record.job)
         if record.state in _TOLD:
             await self._secrets.forget(scope, revision)
 
 
-async def _send(url: str, title: str, text: str) -> bool:
-    """Send a notification; return False if the service does not accept it in time."""
+async def _send(url: str, title: str, text: str, *, checks: bool) -> bool:
+    """Send a notification; return False if the service does not accept it in time.
+
+    `checks`: only to addresses that users of the pool may reach.
+    """
+    allowed = {VARIABLE: os.environ.get(VARIABLE, "")} if checks else {}
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "tinkermq.actors.notify"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,  # a library's output may contain the URL
-            env=without_secrets(os.environ),
+            env={**without_secrets(os.environ), **allowed},
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
         )

@@ -26,6 +26,7 @@ from ...schemas.config.sections import when
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import clean_text, shown
+from .. import user_http
 from ..sandbox.piped import PipedProgram, PipedSettings
 from ..sandbox.served import start_piped
 
@@ -521,7 +522,7 @@ class HttpChannel:
                 f"{self._name} refused with status {status}: it needs a key, or another one",
                 hint="key_variable of the server names the variable with it, or set its headers",
             )
-        body = printable((await self._body(reply))[:500].decode(errors="replace"))
+        body = printable(user_http.shown_body((await self._body(reply)).decode(errors="replace")))
         raise McpServerError(
             f"{self._name} answered with status {status}: {body}",
             hint="see its url, which is often /mcp, and its log",
@@ -615,7 +616,7 @@ class HttpChannel:
 
 def http_client() -> httpx.AsyncClient:
     """Return a client for all sessions of an event loop; they share connections, not cookies."""
-    client = httpx.AsyncClient(
+    client = user_http.http_client(
         timeout=httpx.Timeout(None, connect=_CONNECT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
     )

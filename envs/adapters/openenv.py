@@ -329,7 +329,9 @@ class Environment:
 
     def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options
-        self._access = Access(_headers(options.key_variable), options.max_message_bytes)
+        self._access = Access(
+            _headers(options.key_variable), options.max_message_bytes, is_own=not options.urls
+        )
         self._started = _started(options)
         self._servers = [RemoteOpenEnv(url) for url in options.urls] or [
             RemoteOpenEnv(server.name, server.start) for server in self._started

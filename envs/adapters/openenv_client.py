@@ -11,14 +11,12 @@ terminal.
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, cast
-from urllib.parse import urlsplit
 
 import httpx
 import structlog
@@ -28,6 +26,7 @@ from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError, MessageError
 from ...schemas.wire.foreign import words_of
 from ..registry import extra
+from ..user_http import checked_socket, http_client, is_local
 
 needs = extra("websockets", "openenv")
 MAX_MESSAGE_BYTES = 4 << 20
@@ -109,6 +108,8 @@ class Access:
 
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    is_own: bool = False
+    """The servers are started here, at loopback addresses."""
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -198,11 +199,11 @@ class HttpRoutes:
         self.url = url
         self._access = access
         headers = {**access.headers, "accept-encoding": "identity"}
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            timeout=REQUEST_S,
-            trust_env=not is_local(url),
-            verify=url.startswith("https:"),  # loading the certificate authorities is slow
+        verify = url.startswith("https:")  # loading the certificate authorities is slow
+        self._client = (
+            httpx.AsyncClient(headers=headers, timeout=REQUEST_S, verify=verify, trust_env=False)
+            if access.is_own
+            else http_client(headers=headers, timeout=REQUEST_S, verify=verify)
         )
 
     async def __aenter__(self) -> Self:
@@ -266,12 +267,11 @@ class HttpRoutes:
         return bytes(content)
 
 
-def is_local(url: str) -> bool:
-    """Return whether a URL names this machine, which is reached without a proxy."""
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def _cannot_reach(address: str, error: Exception) -> ServerAway:
+    return ServerAway(
+        f"{address} cannot be reached: {quoted(error)}",
+        hint="start the server, or correct env.kwargs.url",
+    )
 
 
 def _too_large(url: str, access: Access) -> OpenEnvError:
@@ -299,8 +299,13 @@ class OpenEnvSession:
         client: Any = needs.load("asyncio.client")
         exceptions: Any = needs.load("exceptions")
         address = f"ws{url.removeprefix('http')}/ws"
+        try:
+            connection = None if access.is_own else await checked_socket(url, CONNECT_S)
+        except OSError as error:
+            raise _cannot_reach(address, error) from error
         connecting = client.connect(
             address,
+            **({} if connection is None else {"sock": connection}),
             additional_headers=dict(access.headers),
             compression=None,
             open_timeout=CONNECT_S,
@@ -315,10 +320,7 @@ class OpenEnvSession:
         except exceptions.InvalidStatus as error:
             raise _http_refusal(address, error.response.status_code) from error
         except (exceptions.WebSocketException, OSError, EOFError) as error:
-            raise ServerAway(
-                f"{address} cannot be reached: {quoted(error)}",
-                hint="start the server, or correct env.kwargs.url",
-            ) from error
+            raise _cannot_reach(address, error) from error
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observation:
         """Begin an episode. Raises ServerFull, ServerAway, OpenEnvError."""

@@ -24,6 +24,8 @@ MAX_CONTAINERS = 200_000
 """Lists and maps of one payload, empty ones included."""
 MAX_JSON_COMMAS = 500_000
 _SHOWN = 300
+_MAX_DEPTH = 512
+_MOST_SHOWN_BITS = 512
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
@@ -36,10 +38,43 @@ def pack(value: Any, *, plain: Callable[[Any], Any] | None = None) -> bytes:
     try:
         return _packb(value, default=partial(_pack_other, plain), use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
+        if (large := _large_integer(value, "")) is not None:
+            place, number = large
+            raise MessageError(
+                f"{place or 'the value'} is an integer of {number.bit_length()} bits, "
+                f"{_digits(number)}: messages hold integers of 64 bits",
+                hint="send a smaller number, or a text",
+            ) from error
         raise MessageError(
             f"cannot pack a {type(value).__name__}: {error}",
             hint="send maps, lists, strings, numbers, bytes and NumPy arrays only",
         ) from error
+
+
+def _large_integer(value: Any, place: str) -> tuple[str, int] | None:
+    """Return place and value of the first integer that msgpack does not hold; None: there is none.
+
+    Raises no error for values that are nested too deep: packing them failed for that reason.
+    """
+    level = [(place, value)]
+    for _ in range(_MAX_DEPTH):
+        inner: list[tuple[str, Any]] = []
+        for at, item in level:
+            if isinstance(item, int) and not -(1 << 63) <= item < 1 << 64:
+                return at, item
+            if isinstance(item, Mapping):
+                entries = cast("Mapping[Any, Any]", item).items()
+                inner += [(f"{at}.{key!s:.40}".lstrip("."), part) for key, part in entries]
+            elif isinstance(item, list | tuple):
+                parts = cast("list[Any]", item)
+                inner += [(f"{at}[{number}]", part) for number, part in enumerate(parts)]
+        level = inner
+    return None
+
+
+def _digits(number: int) -> str:
+    """Return the begin of a number; Python refuses to write very long ones."""
+    return str(number) if number.bit_length() < _MOST_SHOWN_BITS else "too long to be shown"
 
 
 def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:

@@ -192,6 +192,11 @@ async def test_a_whole_head_over_64_kib_is_refused() -> None:
     async with served() as here:
         client = await here.open("POST /light", b"", more="y" * (MAX_HEAD_BYTES + 1))
         assert b"200 OK" not in await rest_of(client)
+        client = await here.open(f"POST /light?{'y' * MAX_HEAD_BYTES}", b"")
+        assert b"200 OK" not in await rest_of(client)
+        short = {f"a{number}": "" for number in range(9_000)}
+        client = await here.open("POST /light", b"", **short)
+        assert b"200 OK" not in await rest_of(client)
         client = await here.open("POST /light", b"ab" * MAX_HEAD_BYTES, more="y" * 60_000)
         assert (await answer_of(client))[2] == str(2 * MAX_HEAD_BYTES).encode()
 

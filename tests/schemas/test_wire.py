@@ -247,6 +247,22 @@ def test_a_broken_array_is_refused_before_anything_is_allocated(body: bytes) -> 
         unpack(cast("bytes", msgpack.packb(msgpack.ExtType(ARRAY_EXT, body))))
 
 
+def test_an_integer_beyond_64_bits_is_named_with_its_place() -> None:
+    deep: Any = 1 << 80
+    for _ in range(600):
+        deep = [deep]
+    for value, message in (
+        ({"env": {"seeds": [1, 1 << 70]}}, f"env.seeds[1] is an integer of 71 bits, {1 << 70}"),
+        (-(1 << 64), "the value is an integer of 65 bits"),
+        ({"a": 10**5000}, "a is an integer of 16610 bits, too long to be shown"),
+        (deep, "cannot pack a list"),
+    ):
+        with pytest.raises(MessageError) as refused:
+            pack(value)
+        assert message in refused.value.message
+    assert unpack(pack([(1 << 64) - 1, -(1 << 63)])) == [(1 << 64) - 1, -(1 << 63)]
+
+
 def test_what_has_no_form_is_refused_by_its_type() -> None:
     with pytest.raises(MessageError, match="cannot pack a set"):
         pack({1, 2})
