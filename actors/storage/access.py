@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ...envs.sandbox.sandbox import python_folders
+from ...envs.sandbox.served import FOLDERS_VARIABLE, game_folders
 from ...schemas.config.agent import TaskSource
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
@@ -84,6 +86,24 @@ def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
         path.relative_to(folder) for root in roots if path.is_relative_to(folder := root.resolve())
     ]
     return any(user not in folder.parts for folder in below)
+
+
+def refuse_unshown_folder(path: Path, user: str, roots: Sequence[Path]) -> None:
+    """Raise ConfigError for a real path that agent programs of a user may not be shown.
+
+    They may see runs of their owner, and what every hosted game sees.
+    """
+    is_own = any(path.is_relative_to(root.resolve()) for root in roots)
+    if is_own and not is_of_another(path, user, roots):
+        return
+    if not any(
+        path.is_relative_to(item.resolve()) for item in (*python_folders(), *game_folders())
+    ):
+        raise ConfigError(
+            f"agent programs of user {user!r} may not be shown {str(path)!r}",
+            hint="name a folder in a run of theirs, or let the operator name it in "
+            f"${FOLDERS_VARIABLE} of the nodes",
+        )
 
 
 def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:

@@ -10,6 +10,7 @@ filter of system calls and its own environment. Of the host only the mounts are 
 
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,9 @@ class Mount:
     """Mode of a folder or a tmpfs."""
     size_bytes: int = 0
     """Size of a tmpfs; 0: the kernel's default."""
+    fd: int | None = None
+    """Descriptor of what is mounted, whatever is at its path meanwhile; nothing runs if the sandbox
+    shows something else."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,29 @@ def python_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
 
 
+_ROOMS = ("actors", "broker", "clients", "envs", "schemas")
+
+
+def python_folders() -> list[Path]:
+    """Return the folders of the interpreter, its packages and this project."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        *(root / room for room in _ROOMS),
+        *(Path(item) for item in path if item),
+    ]
+
+
 def readable(path: str | Path, source: str | Path = "", *, is_optional: bool = False) -> Mount:
     """Return the mount of a file or folder that can be read; `source` defaults to `path`."""
     return Mount("read", str(path), str(source or path), is_optional)
+
+
+def held(path: str | Path, fd: int) -> Mount:
+    """Return the mount of an open file or folder that can be read."""
+    return Mount("read", str(path), f"/proc/self/fd/{fd}", fd=fd)
 
 
 def writable(path: str | Path, source: str | Path) -> Mount:

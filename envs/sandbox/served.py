@@ -40,6 +40,14 @@ BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": L
 """What `backend` may name."""
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
 """Variable with further folders for games, joined by `:`, such as packages and data."""
+
+
+def game_folders() -> list[Path]:
+    """Return the folders that the operator shows to all games."""
+    named = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+    return [Path(item) for item in named if item]
+
+
 NETWORK = "network"
 """Argument of the server of a game that has a network."""
 _NUM_FDS = 2
@@ -322,11 +330,7 @@ def _allowed_settings(values: Any) -> PipedSettings:
         raise ConfigError(
             "network=open: this game has no network itself", hint="remove the key network"
         )
-    shown = [
-        Path(name).resolve()
-        for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-        if name
-    ]
+    shown = [folder.resolve() for folder in game_folders()]
     for name in settings.read:
         if not any(Path(name).resolve().is_relative_to(folder) for folder in shown):
             raise ConfigError(

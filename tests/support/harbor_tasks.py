@@ -1,7 +1,11 @@
 """Ten small Harbor tasks, and what solves each of them."""
 
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tinkermq.envs.task_folders import HarborTask, read_task
+from tinkermq.schemas.local.folder import Folder
 
 TASK_TOML = """schema_version = "1.1"
 
@@ -49,6 +53,14 @@ class Task:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         return folder
+
+
+def read(folder: Path) -> HarborTask:
+    """Read the task in a folder, which is closed when the task is forgotten."""
+    root = Folder.held(folder.parent)
+    task = read_task(root, folder.name)
+    weakref.finalize(task, root.close)
+    return task
 
 
 def passes_if(condition: str) -> str:

@@ -105,6 +105,7 @@ async def hosting(
     max_tries: int = 1,
     private: tuple[Path, ...] = (),
     has_tasks: bool = False,
+    may_read: Callable[[Path], None] = lambda _: None,
     **config: Any,
 ) -> AsyncIterator[Host]:
     """Host a Python program; afterwards no process and no folder of it may be left."""
@@ -117,6 +118,7 @@ async def hosting(
         max_tries=max_tries,
         private=private,
         has_tasks=has_tasks,
+        may_read=may_read,
     )
     try:
         await runner.start()
