@@ -41,9 +41,7 @@ from ...envs.sandbox.sandbox import (
     Mount,
     Sandbox,
     etc_mounts,
-    held,
     memory_folder,
-    python_folders,
     python_variables,
     readable,
     system_mounts,
@@ -51,18 +49,12 @@ from ...envs.sandbox.sandbox import (
     writable,
 )
 from ...envs.sandbox.self_test import prove
-from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, game_folders, listen_at
+from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, listen_at
 from ...schemas.local.folder import Folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import ConfigError, SandboxError, StorageError, TinkermqError
-from ..storage.access import (
-    MODELS_VARIABLE,
-    is_of_another,
-    refuse_unshown_folder,
-    shown_from,
-    without_tilde,
-)
+from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
+from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from, without_tilde
 from .forwarding import URL_VARIABLE, Forwarder
 
 # Module, arguments and environment of an actor. A command line never has secrets: the broker's URL
@@ -121,6 +113,7 @@ _VARIABLES = frozenset(
 )
 _ETC = (*SYSTEM_ETC, "group", "passwd")
 _ETC_OF_NETWORK = ("hosts", "resolv.conf")
+_ROOMS = ("actors", "broker", "clients", "envs", "schemas")
 _OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
 _WHO = {"USER": "nobody", "LOGNAME": "nobody"}
 """The sandbox's user id is not in /etc/passwd."""
@@ -256,7 +249,7 @@ def actor_sandbox(
 ) -> Sandbox:
     """Return the sandbox of an actor; disks may be slow. Raises SandboxError."""
     learns, shares = spec.own_code is not None, _shares_network(spec)
-    shown = [*python_folders(), *game_folders()]
+    shown = [*_python(), *_named(FOLDERS_VARIABLE)]
     _refuse_runs(shown, Path(spec.run_dir))
     data = _read_by_learner(spec, handles) if learns else _data_files(spec)
     if authority := os.environ.get(CA_VARIABLE):
@@ -274,8 +267,7 @@ def actor_sandbox(
             *(Mount("folder", str(item), mode=0o1777) for item in sorted({Path.home(), here})),
             *etc_mounts(etc),
             *(readable(path, is_optional=True) for path in sorted(set(shown))),
-            *(held(path, handles.file(place)) for path, place in data.items() if not learns),
-            *(readable(path, place, is_optional=True) for path, place in data.items() if learns),
+            *(readable(path, place, is_optional=True) for path, place in data.items()),
             *(_run_folder(Path(spec.run_dir), handles) if learns else ()),
             *(_devices() if learns else ()),
             writable(SOCKET, interpreters.path),
@@ -312,21 +304,38 @@ def _shares_network(spec: WantedActor) -> bool:
     return spec.own_code is None or spec.own_network
 
 
+def _python() -> list[Path]:
+    """Return the folders of the interpreter, its packages and this project."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        *(root / room for room in _ROOMS),
+        *(Path(item) for item in path if item),
+    ]
+
+
 def check_programs(spec: WantedActor) -> None:
     """Check the files of a host of agent programs, which is not in a sandbox itself.
 
     It does not run code of the job's owner, and each of its programs has a sandbox. It may read,
-    and show them, only files that a hosted game would see; it checks that again as it opens them.
-    Raises PathRefused.
+    and show them, only files that a hosted game would see. Raises PathRefused.
     """
     _data_files(spec)
     roots = [Path(root) for root in spec.output_roots]
+    named = [item.resolve() for item in (*_python(), *_named(FOLDERS_VARIABLE))]
     for folder in spec.programs or []:
-        try:
-            path = without_tilde(folder.replace("\0", "?")).resolve()
-            refuse_unshown_folder(path, spec.user, roots)
-        except ConfigError as error:
-            raise PathRefused(error.message, hint=error.hint) from error
+        path = without_tilde(folder.replace("\0", "?")).resolve()
+        is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
+            path, spec.user, roots
+        )
+        if not is_own and not any(path.is_relative_to(item) for item in named):
+            raise PathRefused(
+                f"agent programs of user {spec.user!r} may not be shown {folder!r}",
+                hint="name a folder in a run of theirs, or let the operator name it in "
+                f"${FOLDERS_VARIABLE} of the nodes",
+            )
 
 
 def _data_files(spec: WantedActor) -> dict[Path, Path]:
@@ -360,18 +369,6 @@ class _Handles:
     def hold(self, fd: int) -> Path:
         self.fds.append(fd)
         return Path(f"/proc/self/fd/{fd}")
-
-    def file(self, place: Path) -> int:
-        """Open a regular file by its real path; raises PathRefused."""
-        try:
-            with Folder.held(place.parent) as folder, folder.open(place.name) as file:
-                if folder.path != place.parent:
-                    raise NotADirectoryError(errno.ENOTDIR, f"leads to {folder.path}")
-                self.fds.append(os.dup(file.fileno()))
-        except (OSError, StorageError) as error:
-            hint = "name the file itself, or copy it"
-            raise PathRefused(f"{place} cannot be shown to a game: {error}", hint=hint) from error
-        return self.fds[-1]
 
     def below(self, root: Path, path: Path) -> Path:
         """Open a regular file or a folder below a root; raises OSError, StorageError."""
@@ -435,6 +432,10 @@ def _read_by_learner(spec: WantedActor, handles: _Handles) -> dict[Path, Path]:
         places[path] = _opened(root, place, handles)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     return {**places, **({cache.absolute(): cache.resolve()} if cache.is_dir() else {})}
+
+
+def _named(variable: str) -> list[Path]:
+    return [Path(item) for item in os.environ.get(variable, "").split(":") if item]
 
 
 def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:

@@ -10,7 +10,6 @@ filter of system calls and its own environment. Of the host only the mounts are 
 
 import os
 import secrets
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,21 +108,6 @@ def unprivileged_user() -> int | None:
 def python_variables() -> dict[str, str]:
     """Return the variables of this process that its interpreter needs to start."""
     return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-
-
-_ROOMS = ("actors", "broker", "clients", "envs", "schemas")
-
-
-def python_folders() -> list[Path]:
-    """Return the folders of the interpreter, its packages and this project."""
-    root = Path(__file__).resolve().parents[2]
-    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [
-        Path(sys.prefix),
-        Path(sys.base_prefix),
-        *(root / room for room in _ROOMS),
-        *(Path(item) for item in path if item),
-    ]
 
 
 def readable(path: str | Path, source: str | Path = "", *, is_optional: bool = False) -> Mount:

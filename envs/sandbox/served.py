@@ -40,14 +40,6 @@ BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": L
 """What `backend` may name."""
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
 """Variable with further folders for games, joined by `:`, such as packages and data."""
-
-
-def game_folders() -> list[Path]:
-    """Return the folders that the operator shows to all games."""
-    named = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-    return [Path(item) for item in named if item]
-
-
 NETWORK = "network"
 """Argument of the server of a game that has a network."""
 _NUM_FDS = 2
@@ -101,15 +93,15 @@ class ServedCodeSession:
         self._settings = settings
         self._connection: socket.socket | None = None
 
-    def run(self, code: str, time_s: float | None = None) -> Outcome:
+    def run(self, code: str, time_s: float | None = None, clock_s: float | None = None) -> Outcome:
         """Run a program after those before it; SandboxError when the sandbox itself fails."""
         if (refused := too_long(code)) is not None:
             return refused
         if self._connection is None:
             self._connection = _connected(self._settings.model_dump(exclude_defaults=True))
             weakref.finalize(self, self._connection.close)
-        reply = _request(self._connection, {"code": code, "time_s": time_s})
-        return Outcome(reply["text"], reply["status"], reply["seconds"])
+        reply = _request(self._connection, {"code": code, "time_s": time_s, "clock_s": clock_s})
+        return Outcome(reply["text"], reply["status"], reply["seconds"], reply["clock_s"])
 
     def close(self) -> None:
         """Kill what runs in it."""
@@ -286,11 +278,13 @@ def _session(connection: socket.socket) -> None:
     with contextlib.closing(sandbox.session()) as session:
         while True:
             request = receive_frame(connection)
-            code, time_s = request.get("code"), request.get("time_s")
-            if not isinstance(code, str) or not isinstance(time_s, float | int | None):
+            code, limits = request.get("code"), [request.get("time_s"), request.get("clock_s")]
+            if not isinstance(code, str):
+                return
+            if not all(isinstance(limit, float | int | None) for limit in limits):
                 return
             try:
-                answer = asdict(session.run(code, time_s))
+                answer = asdict(session.run(code, *limits))
             except TinkermqError as error:
                 answer = _refusal(error)
             send_frame(connection, answer)
@@ -330,7 +324,11 @@ def _allowed_settings(values: Any) -> PipedSettings:
         raise ConfigError(
             "network=open: this game has no network itself", hint="remove the key network"
         )
-    shown = [folder.resolve() for folder in game_folders()]
+    shown = [
+        Path(name).resolve()
+        for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+        if name
+    ]
     for name in settings.read:
         if not any(Path(name).resolve().is_relative_to(folder) for folder in shown):
             raise ConfigError(
