@@ -280,12 +280,11 @@ def main() -> None:
         what = f"{RECEIVERS[-1]} receivers sooner by gloo, {which} group"
         report.at_least(what, whole_s / seconds, None)
     for lr, one in took.items():
-        slow, fast_s, one_slow, one_fast_s = one[RECEIVERS[-1]]
+        slow, fast_s, _, one_fast_s = one[RECEIVERS[-1]]
         what = f"{RECEIVERS[-1]} receivers sooner, rate {lr:g}"
         target = SOONER if lr == 1e-6 else None
         report.at_least(f"{what}, each for itself", slow / fast_s, None)
         report.at_least(f"{what}, one read over whole for each", slow / one_fast_s, target)
-        report.at_least(f"{what}, one read of either", one_slow / one_fast_s, None)
     report.finish(arguments.json)
 
 

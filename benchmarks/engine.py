@@ -290,7 +290,6 @@ async def swap(folder: str, report: Report) -> None:
     what = f"decoding stands still at a swap of {size:,.0f} MB"
     report.at_most(f"{what}, caches kept", pauses["keep"], 50.0, "ms")
     copy_ms = 1e3 * median(copy_over(weights) for _ in range(5))
-    report.at_most("a full copy over the same weights, in its place", copy_ms, None, "ms")
     report.at_least("a full copy over that pause", copy_ms / pauses["keep"], 10.0)
     report.at_most(
         f"{what}, caches of 8 running requests recomputed", pauses["recompute"], None, "ms"

@@ -169,7 +169,6 @@ def main() -> None:
         whole = sorted(each[-1] for each in took)
         limit = LIMIT_MS if name == "alone" else None
         report.at_most(f"{name}: save to first token", median(whole), limit, "ms")
-        report.at_most(f"{name}: nine of ten", whole[int(0.9 * (len(whole) - 1))], None, "ms")
     report.finish(arguments.json)
 
 

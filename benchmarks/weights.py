@@ -218,8 +218,6 @@ def write_report(times: dict[str, list[Timed]], mb: int, report: Report) -> None
     for what in ("publish", "load"):
         name = f"object: {what}"
         report.at_least(f"{name} against the stock store", _peer(seconds, name) / seconds[name], 1)
-        share = seconds["SHA-256 alone"] / seconds[name]
-        report.at_least(f"{name} against SHA-256 alone", share, None)
     stock_s = seconds["stock object store: put"] + seconds["stock object store: get"]
     ways = {
         "object": "on two machines",
@@ -230,8 +228,6 @@ def write_report(times: dict[str, list[Timed]], mb: int, report: Report) -> None
     for way, where in ways.items():
         total = seconds[f"{way}: publish"] + seconds[f"{way}: load"]
         report.at_least(f"publish and load {where}, against the stock store", stock_s / total, 10)
-    total = seconds["object: publish"] + seconds["object: load"]
-    report.at_most("publish and load, in memory copies", total / seconds["memory copy"], None)
 
 
 def _peer(seconds: dict[str, float], name: str) -> float:
@@ -376,8 +372,6 @@ def first_tokens(report: Report, *, quick: bool) -> None:
             total = median(one.first_token for one in later)
             goal = 1.0 if way == "object, idle" else None
             report.at_most(f"{way}: publish to first new token", total, goal, "s")
-            what = f"{way}: publish to first new token, over writing and reading the bytes"
-            report.at_most(what, total / limit_s, None)
     columns = ["transport, generator", "copied", "published", "loaded", "first token", "runs"]
     title = f"Seconds until a version of {num_bytes / 1e6:,.0f} MB was where"
     report.table(title, columns, rows)

@@ -19,7 +19,7 @@ class ModelConfigDict(TypedDict, total=False):
     tokenizer: str | None
     """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal['auto', 'sdpa', 'varlen', 'flash_attention_2']
-    """Attention kernel of the learner. varlen: torch's for packed rows without masks (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs); flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype; auto: on a GPU in bfloat16 varlen where it can compute the model, else flash_attention_2 where that is installed and can, else sdpa."""
+    """Attention kernel of the learner ([kernels](training.md#kernels-and-memory)). varlen: torch's for packed rows; flash_attention_2: that of the extra `flash-attn`; sdpa: with a mask, in any dtype; auto: on a GPU the first of these that can compute the model, on CPUs sdpa."""
     trust_remote_code: bool
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any]
@@ -43,13 +43,13 @@ class RewardConfigDict(TypedDict, total=False):
     judge: str | None
     """Inference job that judges, by id or name, through the broker; or the model's name at `url`."""
     judge_prompt: str | None
-    """The judge's prompt: `$question` is the first user message, `$answer` the policy's last, `$ground_truth` the row's, `$conversation` all, `$scale` the best score. Default: grade the answer. The reply must end with a line `Score: N`; `$form` is the sentence that demands it, and a prompt must contain one of the two."""
+    """The judge's prompt: `$question` is the first user message, `$answer` the policy's last, `$ground_truth` the row's, `$conversation` all, `$scale` the best score; `$form` demands the score ([judges](training.md#external-rewards)). Default: grade the answer."""
     judge_scale: float
     """Best score, which earns 1."""
     judge_tokens: int
     """Tokens of the judge's reply; a longer one is refused."""
     judge_request: dict[str, Any]
-    """Further fields of requests to a judge at `url`, such as `reasoning_effort`; null removes one: `{max_tokens: null}`. An API that refuses `max_tokens` gets `max_completion_tokens`, one that refuses `temperature` none."""
+    """Further fields of requests to a judge at `url`, such as `reasoning_effort`; null removes one: `{max_tokens: null}`."""
     timeout_s: float
     """Time limit of one reward, including all tries."""
     tries: int
@@ -73,7 +73,7 @@ class EnvConfigDict(TypedDict, total=False):
     workers: int
     """Games that step concurrently in one host."""
     isolation: Literal['thread', 'process'] | None
-    """Where games run; default: as the game's class says, else threads. A hung game in a process is killed; in a thread it can only be abandoned."""
+    """Where games run; default: as the game's class says, else in threads. A hung game can be killed in a process, not in a thread."""
     worker_memory_mb: int | None
     """Memory per worker process beyond loading its games; an episode that exceeds it fails. Default: no bound."""
     reset_timeout_s: float
@@ -81,7 +81,7 @@ class EnvConfigDict(TypedDict, total=False):
     step_timeout_s: float
     """A step that takes longer fails its episode, or ends it as `on_step_timeout` says."""
     on_step_timeout: Literal['retry', 'penalty', 'mask']
-    """When a step times out: retry: the episode fails and is played again; penalty: it ends, its last turn earns `step_timeout_reward` and it is trained; mask: it ends, is logged, and is neither trained nor compared with. penalty and mask run games in processes, unless `isolation` is thread or the game is async."""
+    """When a step times out: retry: the episode fails and is played again; penalty: it ends with `step_timeout_reward`; mask: it ends, and is neither trained nor compared with. penalty and mask run games in processes, unless `isolation` is thread or the game is async."""
     step_timeout_reward: float
     """Reward of a turn whose step times out, replacing that turn's others."""
     reward: RewardConfigDict
@@ -116,7 +116,7 @@ class AgentConfigDict(TypedDict, total=False):
     setup: list[str]
     """Command run there before the program, in the same sandbox."""
     reward: list[str]
-    """Command run after all processes of the program have ended. Its last line of output is a number, or an object with `reward` and optionally `success` and `info`. Rewards that the program posts do not count then."""
+    """Command run after all processes of the program have ended. Its last line of output is a number, or an object with `reward` and optionally `success` and `info`; posted rewards then do not count."""
     reward_files: str | None
     """Folder visible to the reward command only, as `{grader}`; it runs in a copy of the program's folder."""
     per_host: int
@@ -140,7 +140,7 @@ class AgentConfigDict(TypedDict, total=False):
     failed_reward: float
     """Reward of an episode that failed, timed out, was stuck or crashed, and has no other."""
     image: str | None
-    """Container image that podman or docker has on the hosts' machines: programs see its files, read-only, instead of the machine's, and `{python}` is its `python3`. Its variables are set; its user, folder and entry point are ignored."""
+    """Container image that podman or docker has on the hosts' machines: programs see its files, read-only, instead of the machine's, and `{python}` is its `python3`. Its user, folder and entry point are ignored."""
     network: Literal['model', 'open']
     """What a program reaches: only the model, or all that the machine does."""
     memory_mb: int
@@ -154,11 +154,11 @@ class AgentConfigDict(TypedDict, total=False):
     read: list[str]
     """Further folders that the program may read, such as a virtual environment."""
     mcp: list[McpServerDict]
-    """MCP servers for the program: written as `mcpServers` to the JSON file that `{mcp}` and the variable TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url` needs `network: open`."""
+    """[MCP servers](mcp.md#agent-programs) for the program, written to the JSON file that `{mcp}` and TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url` needs `network: open`."""
     sampling: Literal['job', 'request']
-    """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if sent; tokens drawn at other settings than the learner computes with are off-policy."""
+    """job: sample as `rollout` says; request: with the program's temperature, top_p and top_k. Tokens drawn at other settings than the learner computes with are off-policy."""
     train: str
-    """Which calls are trained: `all` delivered ones; those of the `main` conversation; `/PATTERN/`: of conversations whose system message (else first message) matches the regular expression; `not /PATTERN/`; or `alive`: those that can have influenced the outcome."""
+    """Which calls are trained: `all`, `main`, `/PATTERN/`, `not /PATTERN/` or `alive` ([what is trained](train-an-agent.md#what-is-trained))."""
     reasoning: Literal['keep', 'template']
     """Earlier reasoning at the next user message: keep: its tokens stay; template: the history is rendered by the chat template, as a branch."""
 
@@ -196,9 +196,9 @@ class GeneratorConfigDict(TypedDict, total=False):
     kv_cache_mb: int | None
     """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
     memory_share: float | None
-    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of a GPU of its own, and what fits beside the learner of one that they share."""
+    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of its own GPU, on a shared one what fits beside the learner."""
     sleep: Literal['auto', 'always', 'never']
-    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit at once."""
+    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit."""
     kv_cache_dtype: Literal['auto', 'fp8']
     """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute capability 8.9."""
     quantization: Literal['fp8'] | None
@@ -313,7 +313,7 @@ class AlgorithmConfigDict(TypedDict, total=False):
     """Weigh the KL loss by π/π_b of each token, which makes it unbiased off-policy (DeepSeek-V3.2)."""
     reference: ReferenceConfigDict
     own_advantage: str | None
-    """Your own advantage function, with the inputs of the named one: `module:function`, or a name registered by a package, available where the learner runs ([own algorithms](own-algorithms.md))."""
+    """Your own advantage function, `module:function` or a registered name, with the inputs of `advantage` ([own algorithms](own-algorithms.md))."""
     own_loss: str | None
     """Your own policy loss, instead of `loss`."""
     own_correction: str | None
@@ -323,7 +323,7 @@ class AlgorithmConfigDict(TypedDict, total=False):
     own_filter: str | None
     """Your own filter of trained groups; those left out give their admission credit back."""
     teacher: str | dict[str, str] | None
-    """On-policy distillation: the model that scores the policy's tokens, or one per `data_source`, `""` for all others. A folder, store URL, hub name, `RUN@STEP`, `job:NAME` (a serving job), `https://HOST/v1?model=NAME` (an API) or `self` (the policy with `teacher_context`). It needs the policy's tokenizer ([distillation](distillation.md))."""
+    """On-policy distillation: the model that scores the policy's tokens, or one per `data_source`, `""` for all others: a folder, URL, hub name, `RUN@STEP`, `job:NAME`, `https://HOST/v1?model=NAME` or `self` ([distillation](distillation.md))."""
     teacher_loss: Literal['reverse_kl', 'forward_kl']
     """reverse_kl: log π_teacher − log π_o of each drawn token is its advantage; forward_kl: KL(π_teacher‖π) over the teacher's likeliest tokens is a loss."""
     teacher_top_k: int
@@ -421,11 +421,11 @@ class LearnerConfigDict(TypedDict, total=False):
     microbatch_tokens: int | Literal['auto']
     """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool
-    """Compute common beginnings of sequences once: a system prompt, a group's prompt, answers that begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
+    """Compute common beginnings of sequences once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
     gradient_checkpointing: bool | Literal['auto']
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
     offload_activations: bool | Literal['auto']
-    """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU holds those of one layer, and each crosses PCIe twice. auto: where the GPU is estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
+    """Keep the inputs of recomputed layers in the machine's memory until the backward pass. auto: where the GPU is estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
     compile: bool
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to rounding. Needs a C++ compiler."""
     cpu_offload: bool
@@ -453,7 +453,7 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are trained; columns `tools` and `images` are optional. Empty: not an SFT job."""
+    """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column `messages`, and optionally `tools` and `images`. Empty: not an SFT job."""
 
 class TinkerConfigDict(TypedDict, total=False):
     base: str
@@ -473,7 +473,7 @@ class TinkerConfigDict(TypedDict, total=False):
     micro_batch_tokens: int
     """Tokens of one model computed at once."""
     mixed_micro_batches: bool
-    """Compute micro-batches of several models in one pass: faster for many small ones. The last bits of a result then depend on the others, which are recorded, so operations that are repeated after a crash give the same bits."""
+    """Compute micro-batches of several models in one pass: faster for many small ones ([how bits are kept](tinker.md#many-users))."""
 
 class TrainingConfigDict(TypedDict, total=False):
     num_steps: int | None
@@ -487,7 +487,7 @@ class TrainingConfigDict(TypedDict, total=False):
     staleness_limit: int
     """Largest bound that auto may choose."""
     staleness_policy: Literal['drop', 'wait', 'train', 'mask']
-    """Groups over the bound: drop and reissue; wait, to avoid them; train; or mask: tokens over the bound become context, and the episodes still count in baselines, for episodes longer than many steps."""
+    """Groups over the bound ([what each does](training.md#staleness))."""
     curriculum: Literal['none', 'success_rate']
     """Task order: none: shuffled, each once per epoch; success_rate: prefer tasks solved about half of the time."""
     curriculum_uniform: float
@@ -507,7 +507,7 @@ class TrainingConfigDict(TypedDict, total=False):
     save_minutes: float
     """Checkpoint also when the last is this old, which bounds the work that a dying learner loses. Less often if writing takes over a tenth of that time; 0: never."""
     keep_last: int
-    """Newest checkpoints to keep. The rollout log goes back to the second newest, for the case that the newest is damaged, unless it fills three quarters of `limits.rollout_bytes`; with 1 there is no fallback."""
+    """Newest checkpoints to keep; with 1 there is none to fall back on if it is damaged. The rollout log goes back to the second newest, unless it fills three quarters of `limits.rollout_bytes`."""
     keep_every: int
     """Keep checkpoints of every N steps for good; 0: none."""
     keep_best: bool
@@ -515,13 +515,13 @@ class TrainingConfigDict(TypedDict, total=False):
     keep_rollouts: bool
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups remain at its end."""
     kept_rollout_bytes: int
-    """Bytes of rollouts kept in the run folder for people, beyond the log: the newest for half of the bytes, and samples of each checkpoint's steps, thinner in long runs; 0: none."""
+    """Bytes of rollouts kept in the run folder for people, beyond the log: half for the newest, half for samples of each checkpoint's steps; 0: none."""
     plateau_steps: int
     """Send a notification when validation, or else the reward, has not improved for N steps; 0: never."""
 
 class EvaluationConfigDict(TypedDict, total=False):
     slots: int
-    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between their own; a job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
+    """Slots of a separate evaluator; 0: the generators validate. A job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
     deadline_s: float
     """Longest time for which a generator stays at a version to validate it. Episodes that have not ended by then count as failed."""
     samples: int
@@ -551,7 +551,7 @@ class SelfPlayConfigDict(TypedDict, total=False):
 
 class WeightsConfigDict(TypedDict, total=False):
     transport: Literal['auto', 'object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: [from memory to memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a GPU, else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int
@@ -567,7 +567,7 @@ class WeightsConfigDict(TypedDict, total=False):
 
 class StorageConfigDict(TypedDict, total=False):
     url: str | None
-    """Keep checkpoints below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`), so that a learner on another machine can continue. Needs the extra `storage`, and credentials in the machines' environment. `broker:` needs neither: the broker keeps them, up to `limits.checkpoint_bytes`."""
+    """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or `broker:` for the broker), so that a learner on another machine can continue ([without a shared disk](no-shared-disk.md))."""
 
 class LimitsConfigDict(TypedDict, total=False):
     task_bytes: int

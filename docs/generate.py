@@ -125,13 +125,13 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
 
 
 def public_messages() -> set[type[Message]]:
-    """Return the messages that are stored, or that others than the pool's processes see.
+    """Return the messages that others than the pool's processes see, and those in buckets.
 
     What these extend and hold is included.
     """
-    topics = [topic for topic in TOPICS if topic.kind == "stream" or _OUTSIDE.search(topic.route)]
+    topics = [topic for topic in TOPICS if _OUTSIDE.search(topic.route)]
     waiting = [topic.message for topic in topics] + [topic.reply for topic in topics]
-    waiting += [store.message for store in STORES]
+    waiting += [store.message for store in STORES if store.kind == "bucket"]
     found: set[type[Message]] = set()
     while waiting:
         model = waiting.pop()

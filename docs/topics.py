@@ -208,9 +208,11 @@ def _stored(subject: str, message: type[Message], route: str) -> Topic:
     return Topic(_shown(subject), "stream", message, None, route)
 
 
-def _scheduler(method: str, message: type[Message], reply: type[Message]) -> Topic:
+def _scheduler(
+    method: str, message: type[Message], reply: type[Message], who: str = "client"
+) -> Topic:
     subject = subjects.rpc("<u>", "scheduler", method)
-    return Topic(subject, "request", message, reply, "client → scheduler")
+    return Topic(subject, "request", message, reply, f"{who} → scheduler")
 
 
 def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
@@ -233,9 +235,9 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("list", ListRequest, JobList),
     _scheduler("quota", Empty, QuotaReply),
     _scheduler("trainers", Empty, TrainerOffers),
-    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo),
-    _scheduler("tinker-usage", TrainerUsage, TenantShares),
-    _scheduler("weights-room", WeightsRoom, WeightsBound),
+    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo, "gateway"),
+    _scheduler("tinker-usage", TrainerUsage, TenantShares, "trainer, sampler"),
+    _scheduler("weights-room", WeightsRoom, WeightsBound, "learner"),
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", ResumeRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),
@@ -350,7 +352,7 @@ TOPICS: tuple[Topic, ...] = (
         None,
         "nats-server → learner: headers of a stored validation result",
     ),
-    _stored(_SCOPE.batch, BatchRecord, "learner → itself after a restart"),
+    _stored(_SCOPE.batch, BatchRecord, "learner → clients, itself after a restart"),
     _stored(_SCOPE.dead, DeadLetter, "generator → clients"),
     _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
     _stored(_SCOPE.event, Event, "any actor → clients"),

@@ -81,7 +81,7 @@ class CallDelivered(Message):
     calls: list[int] = Field(max_length=MAX_CALL_CHOICES)
     """Numbers of the calls."""
     whole: bool
-    """False: the program left before the end."""
+    """False: the program disconnected before the end."""
 
 
 class EpisodeSecret(Message):
@@ -135,14 +135,14 @@ class EpisodePosted(Part):
     headers: dict[str, str] = Field(default_factory=dict[str, str])
     body: bytes = b""
     over: str = ""
-    """Why no further call is answered."""
+    """Reason for which no further call is answered; empty: the episode goes on."""
 
 
 class GiveRequest(Message):
     """Request an episode from a host in the pool, on `env.give`; for jobs with `agent.client`."""
 
     name: str = Field(default="", max_length=256)
-    """Chosen by the caller; gets the same episode while it runs."""
+    """Idempotency key of the caller: repeated, it returns the same running episode."""
     wait_s: float = Field(default=5.0, ge=0, le=10)
     """Longest delay of the answer."""
 
@@ -159,7 +159,7 @@ class GiveReply(Message):
     prompt: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Chat messages that state the task."""
     seed: int = 0
-    """Equal for all episodes of a task."""
+    """Seed of the task, equal for all its episodes."""
     split: Literal["train", "val"] = "train"
     """Trained or only evaluated."""
     left_s: float = 0.0
@@ -170,7 +170,7 @@ class RewardedBranch(Message):
     """A branch of a program's calls with its own reward."""
 
     call: int = Field(ge=0)
-    """First call of the branch, which its continuations belong to."""
+    """First call of the branch; the branch is this call and its continuations."""
     role: str = ""
     """Branches of equal roles are compared."""
     reward: float = 0.0

@@ -48,19 +48,19 @@ class CheckResult(Message):
 
     name: str
     outcome: Outcome
-    """ok; note: ok, with something worth knowing; failed; skipped: it does not apply here."""
+    """note: passed, with a remark; skipped: it does not apply here."""
     detail: str = ""
     """What was seen, or what is wrong."""
     hint: str = ""
     """What to do about it."""
     by: str = ""
-    """Who checked: `scheduler`, or `node` and names; empty: the machine that shows it."""
+    """Where it ran: `scheduler`, or `node` and names; empty: the client."""
     code: str = ""
-    """Of a failed check: code of the error that a job would end with."""
+    """Code of the error with which a job would fail; empty unless failed."""
     seconds: float = Field(default=0.0, ge=0)
     """How long it took, where that is measured."""
     log: str = ""
-    """End of what a failed check's process wrote."""
+    """End of the output of a failed check's process."""
 
     @property
     def ok(self) -> bool:
@@ -87,7 +87,7 @@ class CheckReply(Message):
     """Results of checks that another process ran."""
 
     done: bool = True
-    """False: not known, since the process is busy or the time is over."""
+    """False: unfinished, since the process is busy or the time is over."""
     results: list[CheckResult] = Field(default_factory=list[CheckResult])
     """In the order of the checks."""
 

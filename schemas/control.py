@@ -29,7 +29,7 @@ class ControlReply(Message):
     actor: str
     step: int | None = None
     detail: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Such as paths of a checkpoint or of traces."""
+    """Further results, such as paths of a checkpoint or of traces."""
 
 
 class ReserveRequest(Message):
@@ -62,7 +62,7 @@ class TaskSpec(Message):
     sample: int | None = Field(default=None, ge=0)
     """Row of the training data."""
     seed: int | None = Field(default=None, ge=0)
-    """null: derived from the task number."""
+    """Seed of the task; null: derived from the task number."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
 
@@ -71,7 +71,7 @@ class PublishTasksRequest(Message):
     """A client's own tasks for a job, on `ctl.learner.tasks`."""
 
     tasks: list[TaskSpec] = Field(min_length=1, max_length=10_000)
-    """In the order of issue."""
+    """Tasks in the order of issue."""
 
 
 class PublishTasksReply(Message):
@@ -85,9 +85,9 @@ class GpuTurnRequest(Message):
     """A generator that shares the learner's GPU asks whose turn it is, on `ctl.learner.turn`."""
 
     asleep: bool
-    """Whether its engines have freed the GPU, or are not started yet."""
+    """Whether its engines have freed the GPU or are not started yet."""
     seen: int
-    """Number of the last turn that it was told; -1: none."""
+    """Number of the last turn that it received; -1: none."""
 
 
 class GpuTurn(Message):
@@ -97,7 +97,7 @@ class GpuTurn(Message):
     number: int
     """Grows with each change."""
     asleep: bool
-    """Whether the engines are to sleep: the learner trains."""
+    """Whether the engines must sleep, because the learner trains."""
     version: int
     """Version with which they wake."""
     memory_share: float | None = None
@@ -116,7 +116,7 @@ class RankOrder(Message):
     learner: str
     """The learner process."""
     number: int = Field(ge=0)
-    """From 0; a repeated one is not executed twice."""
+    """Number of the order, from 0; a repeated one is not executed twice."""
     do: Literal["begin", "step", "gather", "save", "end"]
     """begin: load and connect to the others; step: train a batch; gather: collect the weights;
     save: write a checkpoint; end: stop serving this process."""
@@ -140,7 +140,7 @@ class RankState(Message):
     error: str = ""
     """Why it does not run."""
     out_of_memory: bool = False
-    """Whether it does not run because its GPU did not hold a step."""
+    """Whether it does not run because its GPU's memory was too small for a step."""
     draining: bool = False
     """It exits after the learner."""
 

@@ -68,7 +68,7 @@ class ResetReply(Message):
     """First prompts of episodes, and the host that holds them."""
 
     host: str = Field(pattern=NAME_PATTERN)
-    """For steps and close."""
+    """Name of the host, for steps and close."""
     prompts: list[list[dict[str, Any]]]
     """Chat messages of the different first prompts; empty for a game with roles, and for a role
     whose turn never came."""
@@ -78,7 +78,7 @@ class ResetReply(Message):
     """Whether an episode that a limit ends is to be stepped once more, as `final`, for a reward of
     its game."""
     episodes: list[Opened]
-    """In request order."""
+    """Episodes in request order."""
     data_source: str = ""
     """The row's, by which scores are reported."""
     lease_s: float
@@ -118,7 +118,7 @@ class FailedStep(Message):
     """An action that failed in the game or could not be played."""
 
     index: int
-    """Of the action in the request."""
+    """Index of the action in the request."""
     error: ErrorReply
     """What happened."""
 
@@ -127,7 +127,7 @@ class StepReply(Message):
     """Results of the actions, in request order, as columns."""
 
     observations: list[str | None]
-    """null: failed, or not ready yet."""
+    """Text of each observation; null: failed, or not ready yet."""
     rewards: list[float]
     """Rewards of the turns."""
     done: list[bool]
@@ -135,7 +135,7 @@ class StepReply(Message):
     infos: list[dict[str, Any]]
     """`info` of the games."""
     roles: list[Literal["user", "tool"]] = Field(default_factory=list[Literal["user", "tool"]])
-    """Of the observations; empty: `user` for all."""
+    """Role of each observation; empty: `user` for all."""
     tool_results: list[list[str]] = Field(default_factory=list[list[str]])
     """Where a turn made several calls: the result of each, one message each, and the observation is
     empty. An empty list for any other turn; omitted if there are none."""

@@ -43,7 +43,7 @@ class ModelMessage(Message):
     reasoning: str | None = None
     """The assistant's reasoning; null: not sent."""
     call_id: str = ""
-    """Of a tool result: the call that it answers."""
+    """Id of the call that a tool result answers."""
     extra: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields for the chat template, such as `name`."""
 
@@ -52,28 +52,28 @@ class Decoding(Message):
     """Decoding options of one request."""
 
     max_tokens: int | None = Field(default=None, ge=0, lt=MAX_COUNT)
-    """Of each answer; null: as the context allows; 0: only prompt log-probs."""
+    """Longest answer; null: as the context allows; 0: only prompt log-probs."""
     temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE)
-    """0: greedy; null: 1, in an episode as the job says."""
+    """0: greedy; null: 1, or the job's in an episode."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Null: 1, in an episode as the job says."""
+    """Nucleus sampling; null: 1, or the job's in an episode."""
     top_k: int | None = Field(default=None, ge=0, lt=MAX_COUNT)
-    """Likeliest tokens to keep; 0: all; null: all, in an episode as the job says."""
+    """Likeliest tokens to keep; 0: all; null: all, or the job's in an episode."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
-    """Texts that end an answer; not part of it."""
+    """Texts that end an answer and are not part of it."""
     seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
     """Seed of sampling; null: random. In an episode it has no effect."""
     num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
     presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     """Subtracted from the logits of the answer's tokens."""
     frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    """The same, times their number in the answer."""
+    """Subtracted likewise, times the number of occurrences in the answer."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_REPETITION)
     """Divides positive logits of tokens in prompt and answer, multiplies negative ones."""
     format: OutputFormat | None = None
     """Required form of the answer."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    """With `logprobs`: so many of the likeliest tokens at each position."""
+    """Number of likeliest tokens to return at each position, with `logprobs`."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class TextRequest(Message):
     """Fields of every request for generated text."""
 
     request: RequestId
-    """Made by the caller, for cancelling."""
+    """Id of the request, made by the caller, for cancelling."""
     decoding: Decoding = Field(default_factory=Decoding)
     stream: bool = False
     logprobs: bool = False
@@ -116,7 +116,7 @@ class Delta(Message):
     """What one choice of an answer has gained since the previous part."""
 
     choice: int = Field(ge=0)
-    """Prompt · `num_choices` + number within the prompt."""
+    """Number of the choice: prompt · `num_choices` + number within the prompt."""
     text: str = ""
     token_ids: list[int] = Field(default_factory=list[int])
     """New tokens; their last text may follow in a later part."""
@@ -125,15 +125,15 @@ class Delta(Message):
     versions: list[int] = Field(default_factory=list[int])
     """Policy version of each new token, in an episode."""
     tokens: list[str] = Field(default_factory=list[str])
-    """Their texts, with `logprobs`."""
+    """Texts of the new tokens, with `logprobs`."""
     token_bytes: list[bytes] = Field(default_factory=list[bytes])
-    """Their bytes, which may be part of a character; empty for what ends a turn."""
+    """Bytes of the new tokens, perhaps parts of characters; empty for what ends a turn."""
     top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
     """Texts of the likeliest tokens at each position, best first, if requested."""
     top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
-    """Their log-probs."""
+    """Log-probs of these likeliest tokens."""
     top_bytes: list[list[bytes]] = Field(default_factory=list[list[bytes]])
-    """Their bytes."""
+    """Bytes of these likeliest tokens."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice ended; null: not yet."""
     stop: str = ""
@@ -158,9 +158,9 @@ class TextPart(Part):
 
     deltas: list[Delta] = Field(default_factory=list[Delta])
     prompt_tokens: int = 0
-    """Of all prompts; in the first part with content."""
+    """Tokens of all prompts; in the first part with content."""
     prompt_token_ids: list[list[int]] = Field(default_factory=list[list[int]])
-    """Of each prompt, if requested; in the first part with content."""
+    """Token ids of each prompt, if requested; in the first part with content."""
     opened: str = ""
     """The mark with which the prompt opened the reasoning, which the text follows; in the first
     part with content."""

@@ -30,7 +30,7 @@ class ChatRequest(TextRequest):
     checkpoint, `tinker://…`."""
     messages: list[ModelMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """As the chat template takes them."""
+    """Tools in the form that the chat template takes."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest duration of the answer."""
 
@@ -43,7 +43,7 @@ class CompletionRequest(TextRequest):
     checkpoint, `tinker://…`."""
     prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
     add_special_tokens: bool = True
-    """To texts, by the tokenizer."""
+    """Add the tokenizer's special tokens to texts."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
     """Return the prompts' log-probs at temperature 1, and so many of the likeliest tokens at each
     position; null: neither."""
@@ -56,7 +56,7 @@ class PromptScore(Message):
 
     prompt: int = Field(ge=0)
     start: int = Field(ge=0)
-    """Position of the first of them."""
+    """Position of the first scored token."""
     logprobs: FloatVector
     """float32[N]: log-probs; NaN for a prompt's first token."""
     top_ids: IntMatrix
@@ -73,7 +73,7 @@ class InferPart(TextPart):
     scores: list[PromptScore] = Field(default_factory=list[PromptScore])
     """Prompt log-probs, if requested; before the last part."""
     vocabulary: str = ""
-    """Digest, with `scores`: equal for equal tokenizers."""
+    """Digest of the vocabulary, with `scores`; equal for equal tokenizers."""
 
 
 class PlayRequest(Message):
@@ -83,9 +83,9 @@ class PlayRequest(Message):
     """
 
     request: RequestId
-    """Made by the caller, for cancelling."""
+    """Id of the request, made by the caller, for cancelling."""
     session: str = Field(default="", max_length=64)
-    """In which the caller hosts the game; empty: the job's environment hosts."""
+    """Session in which the caller hosts the game; empty: the job's environment hosts."""
     split: Split = "val"
     sample: int | None = None
     """Data row; null: generated state."""
@@ -101,9 +101,9 @@ class PlayRequest(Message):
     max_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_turn_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_response_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """After the first prompt, observations included."""
+    """Tokens after the first prompt, observations included."""
     deadline_s: float = Field(default=3600.0, gt=0, le=MAX_DEADLINE_S)
-    """Of the episode with all tries."""
+    """Time limit of the episode with all tries."""
 
 
 class PlayPart(Part):
@@ -112,7 +112,7 @@ class PlayPart(Part):
     model: str = ""
     """`run@step`, or the job's name."""
     trajectory: Trajectory | None = None
-    """With messages and token ids."""
+    """The episode, with messages and token ids."""
     blame: Blame | None = None
     """Failure of the last try."""
 

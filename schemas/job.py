@@ -24,7 +24,7 @@ class JobSecrets(Message):
     """Content of a sealed box; never sent, stored or logged in the clear."""
 
     user: str
-    """Who sealed it; it opens for this user's jobs only."""
+    """User who sealed it; it opens for this user's jobs only."""
     values: dict[SecretName, Annotated[str, Field(min_length=1, max_length=4096)]]
     """The secrets, by name."""
 
@@ -67,7 +67,7 @@ class OpenedSecrets(Message):
     """Secrets for the process's environment."""
 
     values: dict[SecretName, str]
-    """By name."""
+    """Secrets by name."""
 
 
 JobState = Literal[
@@ -112,7 +112,7 @@ class ActorPlacement(Message):
     """`learner`, `generator-0` …"""
     role: Role
     node: str | None = None
-    """null: it waits for one."""
+    """Node of the actor; null: it waits for one."""
     slots: int = Field(default=1, ge=0)
     devices: list[int] = Field(default_factory=list[int])
     """The node's slots: indices of GPUs or CPU shares."""
@@ -131,7 +131,7 @@ class ActorPlacement(Message):
     """For a learner with ranks: numbers of machines over which they may be divided equally, best
     first."""
     added: bool = False
-    """It was added to a running job, and has not had a node."""
+    """Whether it was added to a running job and has not had a node."""
 
 
 class SamplerTokens(Message):
@@ -139,7 +139,7 @@ class SamplerTokens(Message):
 
     since: float
     tokens: dict[str, int]
-    """Since then, prompts included, by user."""
+    """Tokens since then, prompts included, by user."""
 
 
 class JobRecord(Message):
@@ -147,7 +147,7 @@ class JobRecord(Message):
 
     job: str
     name: str
-    """Of the run and its folder."""
+    """Name of the run and its folder."""
     user: str
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     state: JobState
@@ -161,7 +161,7 @@ class JobRecord(Message):
     """False until a client has completed the configuration (`set_config`, `fit`)."""
     actors: list[ActorPlacement] = Field(default_factory=list[ActorPlacement])
     attempt: int = Field(default=1, ge=1)
-    """1 + number of resumes."""
+    """Number of the attempt: 1 + number of resumes."""
     losses: int = 0
     """Node losses since submission or resume."""
     run_dir: str = ""
@@ -171,7 +171,7 @@ class JobRecord(Message):
     fork_of: str | None = None
     """`run@step` of its first checkpoint."""
     weights_only: bool = False
-    """Of that checkpoint only the weights are used."""
+    """Whether only the weights of that checkpoint are used."""
     fork_dir: str = ""
     """That checkpoint's folder; once configured, a copy in `run_dir`."""
     follow: str | None = None
@@ -187,10 +187,10 @@ class JobRecord(Message):
     stop: Literal["no", "drain", "now"] = "no"
     """Requested stop: drain writes a checkpoint first."""
     stop_complete: bool = False
-    """That stop ends the job as COMPLETED."""
+    """Whether that stop ends the job as COMPLETED."""
     stopped_by: str = ""
     place: int = 0
-    """In the queue, from 1; in replies only."""
+    """Place in the queue, from 1; in replies only."""
     version: int = 0
     """Newest version known to the scheduler."""
     created: float
@@ -202,7 +202,7 @@ class JobRecord(Message):
     current round."""
     has_streams: bool = False
     stored_bytes: int = Field(default=0, ge=0)
-    """Allowed to its streams while it lives; held after its end."""
+    """Bytes that its streams may hold; after its end, bytes that they hold."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds used until `metered`, by role."""
     tinker_tokens: dict[str, int] = Field(default_factory=dict[str, int])
@@ -210,15 +210,15 @@ class JobRecord(Message):
     tinker_sampled: dict[str, int] = Field(default_factory=dict[str, int])
     """Tokens of its samplers, prompts included, by user."""
     tinker_samplers: dict[str, SamplerTokens] = Field(default_factory=dict[str, SamplerTokens])
-    """Last reports, included in the sum."""
+    """Last report of each sampler, included in the sum."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
     """Names of its sealed secrets."""
     metered: float = 0.0
-    """When its slots last changed."""
+    """Time at which its slots last changed."""
     removal: Removal = "no"
     """Archiving or deletion in progress."""
     archived: float | None = None
-    """Time; the record is then in the bucket of archived jobs."""
+    """Time of archiving; the record is then in the bucket of archived jobs."""
     refused: str = ""
     """Why the last restore failed."""
     archive_digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
@@ -394,7 +394,7 @@ class ListRequest(Request):
     widest: bool = False
     """Include jobs of others, for admins."""
     after: str = Field(default="", max_length=128)
-    """From the previous reply: continue there."""
+    """`after` of the previous reply: continue there."""
 
 
 class JobReply(Message):
@@ -418,7 +418,7 @@ class TrainerUsage(Request):
     """A trainer or sampler reports its users' usage and requests their shares."""
 
     job: str
-    """Its job, of the requesting user."""
+    """Job of the service, owned by the requesting user."""
     sampler: str = Field(default="", max_length=80)
     """The reporting sampler; empty: the trainer."""
     since: float = 0.0
@@ -426,7 +426,7 @@ class TrainerUsage(Request):
     tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict[str, int], max_length=1000
     )
-    """By user: of a trainer in the service's life, of a sampler since its start."""
+    """Tokens by user: of a trainer in the service's life, of a sampler since its start."""
 
 
 class TenantShare(Message):
@@ -434,7 +434,7 @@ class TenantShare(Message):
 
     weight: float = 1.0
     tokens_left: int | None = None
-    """null: no bound."""
+    """Tokens that the user may still compute; null: no bound."""
 
 
 class TenantShares(Message):

@@ -186,9 +186,9 @@ class MachineList(Message):
     most: int = Field(default=0, ge=0)
     slots: int = Field(default=0, ge=0)
     slot_hours: float = Field(default=0.0, ge=0)
-    """Used since midnight (UTC), idle or not."""
+    """Slot-hours used since midnight (UTC), idle or not."""
     slot_hours_per_day: float | None = None
-    """null: no bound."""
+    """Daily budget; null: no bound."""
     machines: list[MachineStatus] = Field(default_factory=list[MachineStatus])
     trouble: str = ""
     """Why none come, in the cluster's words."""
@@ -200,4 +200,4 @@ class MachineSpending(Message):
     day: int
     """Days since the epoch (UTC)."""
     seconds: dict[str, float] = Field(default_factory=dict[str, float])
-    """That each machine ran on that day, by its id at the cluster."""
+    """Seconds that each machine ran on that day, by its id at the cluster."""

@@ -26,7 +26,7 @@ class Event(Message):
     """An event of the job, on `event`."""
 
     kind: str
-    """Such as `job_started` or `checkpoint_saved`."""
+    """Kind of event, such as `job_started` or `checkpoint_saved`."""
     source: str
     message: str = ""
     """Text for people."""
@@ -55,7 +55,7 @@ class EvalRecord(Message):
 
     version: int = Field(ge=0)
     step: int = Field(ge=0)
-    """At which the result is reported."""
+    """Training step at which the result is reported."""
     state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
     """The learner turns done into reported, failed into given_up."""
     values: dict[str, float] = Field(default_factory=dict[str, float])
@@ -116,7 +116,8 @@ class Presence(Message):
     waits_for: str = ""
     """Name of its current wait, and the other side."""
     missing_since: float | None = None
-    """Since when it waits for an outsider: the host of a client's game, or room on a disk."""
+    """Time since when it waits for something outside the pool: a client's game, or room on a
+    disk."""
     version: int | None = None
     """Policy version in use."""
     progress: int = Field(default=0, ge=0)

@@ -42,7 +42,7 @@ class WantedActor(Message):
     """Models and data that a learner with the owner's functions reads outside of its run folder;
     null: it has no such functions."""
     own_network: bool = False
-    """Such a learner has the node's network, not only the broker."""
+    """Whether such a learner has the node's network, not only the broker."""
     threads: int = Field(default=1, ge=1)
     secrets: bool = False
     """Request secrets at its start."""
@@ -57,7 +57,7 @@ class NodeSync(Message):
     scheduler: str
     """The scheduler that sends it."""
     epoch: int = 0
-    """Of the scheduler's lease; a node ignores older ones."""
+    """Epoch of the scheduler's lease; a node ignores older ones."""
     actors: list[WantedActor]
     kill: list[str] = Field(default_factory=list[str])
     """Jobs (`<user>.<job>`) whose actors end without draining."""
@@ -71,11 +71,11 @@ class ActorStatus(Message):
     job: str
     name: str
     slots: int = 0
-    """Held until it ends."""
+    """Number of slots that it holds until it ends."""
     devices: list[int] = Field(default_factory=list[int])
-    """Which slots of the node."""
+    """Numbers of these slots."""
     attempt: int
-    """For which it was started."""
+    """Attempt of the job for which it was started."""
     state: Literal["running", "restarting", "exited", "failed"]
     """exited: with code 0; failed: finally; restarting: waits for its next start."""
     exit_code: int | None = None
@@ -86,7 +86,7 @@ class ActorStatus(Message):
     error: str = ""
     """Last error that it reported."""
     silent_s: float = Field(default=0.0, ge=0)
-    """Since the last heartbeat, once that is long."""
+    """Seconds since the last heartbeat, once that is long."""
     pid: int | None = None
 
 
@@ -119,30 +119,30 @@ class NodeStatus(Message):
     host: str
     slots: int = Field(ge=0, le=MAX_SLOTS)
     slot_kind: Literal["gpu", "cpu"] = "cpu"
-    """What a slot is."""
+    """Kind of device that a slot is."""
     slot_model: str = ""
     """Model of the GPU or CPU."""
     groups: list[list[int]] = Field(default_factory=list[list[int]])
     """Closely linked slots (NVLink, else NUMA); empty: all alike."""
     groups_by: GroupKind = ""
-    """What the groups are linked by; empty: unknown."""
+    """Kind of link within a group; empty: unknown."""
     link: str = ""
     """Fast network shared with nodes that name the same."""
     gpus: list[Gpu] = Field(default_factory=list[Gpu])
     """A slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
     draining: bool = False
-    """It is ending and offers no slots."""
+    """Whether it is ending and offers no slots."""
     packages: dict[str, str] = Field(default_factory=dict[str, str])
     """Versions of Python, computing packages, CUDA and NCCL."""
     time: float
     """Seconds since the epoch."""
     epoch: int = Field(default=0, ge=0)
-    """Highest epoch seen of a scheduler's lease; it obeys that scheduler."""
+    """Highest epoch of a scheduler's lease that it has seen; it obeys that scheduler."""
     store_lost: float | None = None
-    """When it found that the broker had lost its store."""
+    """Time at which it found that the broker had lost its store; null: never."""
     clock_ahead_s: float | None = None
-    """Of the scheduler's clock; null: not measured yet."""
+    """Seconds by which its clock is ahead of the scheduler's; null: not measured yet."""
 
     def named_at(self, at: str) -> str:
         """Return the node's name, its key; checks the names of its actors, too."""
@@ -180,7 +180,7 @@ class NodeList(Message):
 
     nodes: list[NodeStatus]
     trouble: str = ""
-    """What keeps the pool from working."""
+    """Problem that keeps the pool from working; empty: none."""
 
 
 class RemoveRun(Message):
@@ -204,7 +204,7 @@ class DamagedRecords(Message):
     """Reply of the scheduler's `damaged`: records of the caller's jobs, for admins all."""
 
     records: list[DamagedRecord]
-    """The first, by bucket and key."""
+    """The first damaged records, by bucket and key."""
     total: int = Field(default=0, ge=0)
 
 
@@ -243,7 +243,7 @@ class GameCheckRequest(Request):
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
-    """Equal in repeated requests."""
+    """Id of the request, equal in repeated ones."""
     config: dict[str, Any]
     """Configuration of the job."""
     look: Literal["game", "model"] = "game"

@@ -89,7 +89,7 @@ class Trajectory(Message):
     """uint8[T - 1, L, M]: the M experts that read each token but the last in each of L expert
     layers; null: not recorded (`algorithm.router_replay`)."""
     teaching: Teaching | None = None
-    """Its teacher's data (`algorithm.teacher`)."""
+    """Data of a teacher (`algorithm.teacher`)."""
     turn_ends: IntVector
     """int32[K]: position of each turn's last generated token, ascending."""
     rewards: FloatVector
@@ -100,7 +100,7 @@ class Trajectory(Message):
     finish_reasons: list[Literal["stop", "length"]] = Field(
         default_factory=list[Literal["stop", "length"]]
     )
-    """Of each turn; empty: unknown."""
+    """Why each turn ended; empty: unknown."""
     role: str = ""
     """Role; empty in a single-agent game."""
     episode: int = Field(default=-1, ge=-1)
@@ -546,7 +546,7 @@ class Segment(Message):
     )
     """Observations, as chat messages; a list of them where a turn made several calls of tools."""
     call: LoggedCall | None = None
-    """Of programs: the call of these tokens."""
+    """Call of these tokens, in an episode of a program."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

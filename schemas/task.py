@@ -38,7 +38,7 @@ class Task(Message):
     """Version that it validates; null: a training task."""
     group_size: int = Field(ge=1, le=4096)
     issued: float = 0.0
-    """By the learner; 0: a client made it."""
+    """Time at which the learner issued it; 0: a client made it."""
     greedy_baseline: bool = False
     """Add a greedy episode, for remax."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -95,9 +95,9 @@ class Dropped(Message):
     """A log entry that the learner did not train, and why."""
 
     seq: int = Field(ge=1)
-    """In the rollout log."""
+    """Sequence number in the rollout log."""
     task: int | None
-    """null: the entry is malformed."""
+    """Number of the task; null: the entry is malformed."""
     reason: DropReason
 
 
@@ -109,9 +109,9 @@ class BatchRecord(Message):
     """
 
     step: int = Field(ge=1)
-    """Also the version that it makes."""
+    """Number of the step, and of the version that it makes."""
     seqs: list[int] = Field(min_length=1)
-    """Of the rollout log, in training order."""
+    """Sequence numbers in the rollout log, in training order."""
     tasks: list[int]
     dropped: list[Dropped] = Field(default_factory=list[Dropped])
     """Entries skipped since the last record."""

@@ -198,7 +198,7 @@ class NewKey(Message):
     """The API key, or the invitation's code."""
     user: str = ""
     expires: float | None = None
-    """null: never."""
+    """Expiry; null: never."""
 
 
 class UserReply(Message):
@@ -238,7 +238,7 @@ class AuditRecord(Message):
     """A security event, in the audit stream."""
 
     who: str
-    """Who did or tried it."""
+    """User or service that did or tried it."""
     what: str
     """`login`, `users.add`, `users.rotate`, `users.revoke` …"""
     target: str = ""

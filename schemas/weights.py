@@ -182,9 +182,9 @@ class WeightsRoom(Request):
     job: str
     """Its job, of the requesting user."""
     wanted_bytes: int = Field(ge=1, le=_MAX_BYTES)
-    """For all versions that may be needed at a time."""
+    """Bytes for all versions that may be needed at a time."""
     least_bytes: int = Field(ge=1, le=_MAX_BYTES)
-    """For those without which a run stands still."""
+    """Bytes for the versions without which a run stands still."""
 
 
 class WeightsBound(Message):

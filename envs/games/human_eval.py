@@ -20,7 +20,7 @@ from ..dataset import answer_text
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
 from ..registry import extra
-from ..sandbox.interpreters import CodeSandbox, CodeSession, SandboxSettings
+from ..sandbox.interpreters import CodeSandbox, CodeSession, Outcome, SandboxSettings, TurnTime
 from ..sandbox.served import shared_sandbox
 from ..write_data import verl_row, write_rows
 
@@ -106,8 +106,8 @@ class HumanEvalGame(AbstractGame):
     def step(self, action: str) -> StepResult:
         """Run the tests on the function of a reply: 1 if all pass, else 0."""
         with closing(self._sandbox.session()) as program, closing(self._sandbox.session()) as tests:
-            passed, calls = self._judge(self._program(action), program, tests)
-        return StepResult("", float(passed), done=True, info={"success": passed, "calls": calls})
+            result = self._judge(self._program(action), program, tests)
+        return StepResult("", float(result["success"]), done=True, info=result)
 
     def get_system_prompt(self) -> str:
         """Return nothing: the question is complete."""
@@ -140,34 +140,39 @@ class HumanEvalGame(AbstractGame):
     def _defines(self, code: str) -> bool:
         return re.search(rf"^def {re.escape(self._function)}\b", code, re.MULTILINE) is not None
 
-    def _judge(self, source: str, program: CodeSession, tests: CodeSession) -> tuple[bool, int]:
-        """Return whether the tests pass, and the number of answered calls.
+    def _judge(self, source: str, program: CodeSession, tests: CodeSession) -> dict[str, Any]:
+        """Return whether the tests pass, the answered calls, and the limit that stopped them.
 
         Raises DataError for tests that cannot be loaded.
         """
-        outcome = program.run(source + _END)
-        left_s = self._settings.time_s - outcome.seconds
+        left = TurnTime(self._settings)
+        outcome = left.run(program, source + _END)
         if outcome.status != "ok":
-            return False, 0
+            return _failed(0, outcome)
         loaded = tests.run(f"{self._declaration}{_BODY}\n{self._test}\n{_TESTS}")
         if loaded.status != "ok":
             raise DataError(
                 f"the tests of {self._function} do not load: {_last_line(loaded.text)}",
                 hint="correct declaration and test in extra_info of the row",
             )
-        question = tests.run(f"_function = {self._function!r}\n_resume()")
+        question = left.run(tests, f"_function = {self._function!r}\n_resume()")
         for calls in range(MAX_CALLS):
             call = _last_line(question.text)
-            if question.status != "ok" or call == _PASSED:
-                return question.status == "ok", calls
-            if left_s <= 0:
-                return False, calls
-            outcome = program.run(_CALL.format(call=call, function=self._function), left_s)
+            if question.status != "ok":
+                return _failed(calls, question)
+            if call == _PASSED:
+                return {"success": True, "calls": calls}
+            outcome = left.run(program, _CALL.format(call=call, function=self._function))
             if outcome.status != "ok":
-                return False, calls
-            question = tests.run(f"_resume({_last_line(outcome.text)!r})")
-            left_s -= outcome.seconds + question.seconds
-        return False, MAX_CALLS
+                return _failed(calls, outcome)
+            question = left.run(tests, f"_resume({_last_line(outcome.text)!r})")
+        return {"success": False, "calls": MAX_CALLS}
+
+
+def _failed(calls: int, outcome: Outcome) -> dict[str, Any]:
+    """Return the result of tests that failed; `stopped` is the limit that ended a program."""
+    stopped = {"stopped": outcome.status} if outcome.lost_state else {}
+    return {"success": False, "calls": calls, **stopped}
 
 
 def _last_line(text: str) -> str:

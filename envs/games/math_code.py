@@ -10,7 +10,6 @@ warm start guess instead of running a program.
 
 import random
 import re
-import time
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -20,7 +19,7 @@ from ...schemas.wire.errors import ConfigError
 from ..dataset import answer_text
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math import grading
-from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
+from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings, TurnTime
 from ..sandbox.served import shared_sandbox
 from ..write_data import DataMaker, verl_row
 from .math import judged_info
@@ -34,7 +33,8 @@ FENCE = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)^[ \t]*```", re.DOTAL
 """A fenced block of Python, from its first line to its closing fence."""
 _STOPPED = {
     "exited": "the interpreter has ended",
-    "time": "stopped: it ran for too long",
+    "time": "stopped: it took too much CPU time",
+    "clock": "stopped: it ran for too long",
     "memory": "stopped: it took too much memory",
     "output": "stopped: it printed too much",
     "disk": "stopped: it made too many files",
@@ -160,11 +160,11 @@ class MathCodeGame(AbstractGame):
         """Run the programs of one turn, in order, in one interpreter; return their output."""
         session = self._session or self._sandbox.session()
         self._session = session
-        deadline = time.monotonic() + self._settings.time_s
+        left = TurnTime(self._settings)
         shown: list[str] = []
         try:
             for program in programs[:MAX_PROGRAMS]:
-                shown.append(self._run_one(session, program, deadline - time.monotonic()))
+                shown.append(self._run_one(session, program, left))
         finally:
             if not self._settings.keep_state:
                 self.close()
@@ -172,13 +172,13 @@ class MathCodeGame(AbstractGame):
             shown.append(f"[only {MAX_PROGRAMS} programs are run in one turn]")
         return "\n".join(shown)
 
-    def _run_one(self, session: CodeSession, program: str | None, time_s: float) -> str:
+    def _run_one(self, session: CodeSession, program: str | None, left: TurnTime) -> str:
         if program is None:
             self._num_failed += 1
             return f'[no call of a tool: write {{"name": "{TOOL}", "arguments": {{"code": "…"}}}}]'
-        if time_s <= 0:
+        if left.is_over:
             return "[not run: the time of this turn is over]"
-        outcome = session.run(program, time_s)
+        outcome = left.run(session, program)
         self._num_programs += 1
         self._num_failed += outcome.status != "ok"
         return self._shown(outcome)

@@ -32,6 +32,7 @@ from .bubblewrap import Program, SandboxStartError, bubblewrap_program, start
 from .sandbox import (
     Mount,
     Sandbox,
+    cpu_seconds,
     descendants,
     exceeded,
     first_child,
@@ -45,9 +46,11 @@ from .self_test import prove
 MAX_CODE_BYTES = 60_000
 """Maximum length of a program; a longer one is refused."""
 
-Status = Literal["ok", "error", "exited", "time", "memory", "output", "disk"]
+Status = Literal["ok", "error", "exited", "time", "clock", "memory", "output", "disk"]
 _UNBOUNDED = 1 << 20
 _LOOK_S = 0.05
+_MOST_CLOCK_S = 25.0
+"""Default limit by the clock: below the default of `env.step_timeout_s`."""
 _FREEZE_S = 0.5
 _CHUNK = 1 << 16
 _NUM_FILES = 256
@@ -71,7 +74,10 @@ class SandboxSettings(Section):
     backend: Literal["bubblewrap"] = "bubblewrap"
     """What makes the sandbox."""
     time_s: float = Field(default=10.0, gt=0, le=3600)
-    """Seconds that the programs of one turn may run, by the clock."""
+    """CPU seconds that the programs of one turn may take, with all their processes."""
+    clock_s: float | None = Field(default=None, gt=0, le=36_000)
+    """Seconds that they may take by the clock; default: ten times `time_s`, but at most 25 where
+    `time_s` is less."""
     memory_mb: int = Field(default=512, ge=64, le=1 << 20)
     """Memory of a program with all its processes."""
     processes: int = Field(default=16, ge=1, le=1024)
@@ -88,6 +94,11 @@ class SandboxSettings(Section):
     """Programs of one environment host that run at the same time; 0: one per core."""
     max_sessions: int = Field(default=64, ge=1, le=1024, json_schema_extra=when("keep_state", True))
     """Episodes of one environment host that keep their state at the same time."""
+
+    @property
+    def most_clock_s(self) -> float:
+        """Seconds that the programs of one turn may take by the clock."""
+        return self.clock_s or max(self.time_s, min(10 * self.time_s, _MOST_CLOCK_S))
 
     @classmethod
     def parse(cls, values: dict[str, object]) -> "SandboxSettings":
@@ -113,7 +124,9 @@ class Outcome:
     """ok; error: it raised an exception; exited: its interpreter ended; else the limit that stopped
     it."""
     seconds: float
-    """How long it ran."""
+    """CPU seconds that it took."""
+    clock_s: float = 0.0
+    """Seconds that it took by the clock."""
 
     @property
     def lost_state(self) -> bool:
@@ -131,8 +144,11 @@ def too_long(code: str) -> Outcome | None:
 class CodeSession(Protocol):
     """One episode's interpreter; closed at the latest when it is garbage collected."""
 
-    def run(self, code: str, time_s: float | None = None) -> Outcome:
-        """Run a program, for `time_s` at most; SandboxError when the sandbox itself fails."""
+    def run(self, code: str, time_s: float | None = None, clock_s: float | None = None) -> Outcome:
+        """Run a program, for `time_s` of CPU and `clock_s` by the clock at most.
+
+        Raises SandboxError when the sandbox itself fails.
+        """
         ...
 
     def close(self) -> None:
@@ -211,23 +227,29 @@ class Interpreter:
             self._poll.register(file, select.POLLIN)
         self.alive = True
         self._first = self._process.first
+        self._cpu_s = 0.0
 
-    def run(self, code: str, time_s: float | None = None) -> Outcome:
+    def run(self, code: str, time_s: float | None = None, clock_s: float | None = None) -> Outcome:
         """Run a program within the limits; a limit or an exit ends the sandbox."""
-        time_s = min(self._settings.time_s, time_s or self._settings.time_s)
+        settings = self._settings
+        time_s = settings.time_s if time_s is None else min(settings.time_s, time_s)
+        longest_s = settings.most_clock_s
+        clock_s = longest_s if clock_s is None else min(longest_s, clock_s)
         encoded = code.encode("utf-8", "replace")
         frame = len(encoded).to_bytes(4, "little") + encoded
-        started = time.monotonic()
+        started, self._cpu_s = time.monotonic(), cpu_seconds(self._first)
+        most_cpu_s = self._cpu_s + time_s
         printed = bytearray()
         try:
-            status = self._wait(frame, printed, started + time_s)
+            status = self._wait(frame, printed, most_cpu_s, started + clock_s)
         except BrokenPipeError:
             status = "exited"
+        took_s = max(self._cpu_s, cpu_seconds(self._first)) + time_s - most_cpu_s
         if status not in ("ok", "error"):  # the program is still running, or the sandbox has ended
             self.kill()
         most = self._settings.output_kb << 10
         text = printed[:most].decode("utf-8", "replace")
-        return Outcome(text, status, time.monotonic() - started)
+        return Outcome(text, status, took_s, time.monotonic() - started)
 
     def freeze(self) -> None:
         """Stop the interpreter between two programs, and kill processes that were left running.
@@ -264,7 +286,7 @@ class Interpreter:
         os.close(self._text)
         os.close(self._done)
 
-    def _wait(self, frame: bytes, printed: bytearray, deadline: float) -> Status:
+    def _wait(self, frame: bytes, printed: bytearray, most_cpu_s: float, deadline: float) -> Status:
         """Send a program, and collect its output until it has ended or exceeds a limit."""
         settings = self._settings
         look = time.monotonic() + _LOOK_S
@@ -285,8 +307,11 @@ class Interpreter:
                 return "ok" if end == b"." else "error" if end else "exited"
             now = time.monotonic()
             if now > deadline:
-                return "time"
+                return "clock"
             if now > look:
+                self._cpu_s = max(self._cpu_s, cpu_seconds(self._first))
+                if self._cpu_s > most_cpu_s:
+                    return "time"
                 if (limit := exceeded(self._first, settings.memory_mb << 20)) is not None:
                     return limit
                 look = now + _LOOK_S
@@ -302,6 +327,26 @@ class Interpreter:
                 return False
             printed += chunk
         return True
+
+
+class TurnTime:
+    """The time that is left for the programs of one turn."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        """Begin with the limits of the settings."""
+        self._cpu_s, self._clock_s = settings.time_s, settings.most_clock_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further program may run."""
+        return self._cpu_s <= 0 or self._clock_s <= 0
+
+    def run(self, session: CodeSession, code: str) -> Outcome:
+        """Run a program in the time that is left."""
+        outcome = session.run(code, self._cpu_s, self._clock_s)
+        self._cpu_s -= outcome.seconds
+        self._clock_s -= outcome.clock_s
+        return outcome
 
 
 class LocalCodeSandbox:
@@ -365,14 +410,14 @@ class LocalCodeSession:
             weakref.finalize[[Interpreter, threading.BoundedSemaphore], Self] | None
         ) = None
 
-    def run(self, code: str, time_s: float | None = None) -> Outcome:
+    def run(self, code: str, time_s: float | None = None, clock_s: float | None = None) -> Outcome:
         """Run a program after those before it; a limit that stops it also ends the state."""
         if (refused := too_long(code)) is not None:
             return refused
         with self._places:
             interpreter = self._living()
             interpreter.thaw()
-            outcome = interpreter.run(code, time_s)
+            outcome = interpreter.run(code, time_s, clock_s)
             if interpreter.alive:
                 interpreter.freeze()
             if interpreter.alive:

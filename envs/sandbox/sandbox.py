@@ -8,6 +8,7 @@ Every sandbox has its own processes, IPC and host name, a user without rights, n
 filter of system calls and its own environment. Of the host only the mounts are visible.
 """
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -152,6 +153,7 @@ def etc_mounts(names: Iterable[str]) -> Iterator[Mount]:
 Limit: TypeAlias = Literal["memory", "disk"]
 """Name of a limit on all processes of a sandbox together."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 MAX_FILES = 20_000
 """Files in the sandbox's /tmp: each takes memory of the kernel, however short it is."""
@@ -230,6 +232,16 @@ def _shared_memory(first: int) -> int:
     """Return the bytes in the /dev/shm of a sandbox."""
     about = filesystem(first, "dev/shm")
     return 0 if about is None else (about.f_blocks - about.f_bfree) * about.f_frsize
+
+
+def cpu_seconds(first: int) -> float:
+    """Return the CPU time of a process and all below it, with that of their ended children."""
+    ticks = 0
+    for pid in descendants(first):
+        with contextlib.suppress(OSError, ValueError):
+            fields = (_PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    return ticks / _TICKS_PER_S
 
 
 def _resident(pid: int) -> int:

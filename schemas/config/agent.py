@@ -118,8 +118,8 @@ class AgentConfig(Section):
     """Command run there before the program, in the same sandbox."""
     reward: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
     """Command run after all processes of the program have ended. Its last line of output is a
-    number, or an object with `reward` and optionally `success` and `info`. Rewards that the program
-    posts do not count then."""
+    number, or an object with `reward` and optionally `success` and `info`; posted rewards then do
+    not count."""
     reward_files: str | None = Field(default=None, json_schema_extra=when("reward"))
     """Folder visible to the reward command only, as `{grader}`; it runs in a copy of the program's
     folder."""
@@ -151,8 +151,8 @@ class AgentConfig(Section):
         json_schema_extra=when("command"),
     )
     """Container image that podman or docker has on the hosts' machines: programs see its files,
-    read-only, instead of the machine's, and `{python}` is its `python3`. Its variables are set; its
-    user, folder and entry point are ignored."""
+    read-only, instead of the machine's, and `{python}` is its `python3`. Its user, folder and entry
+    point are ignored."""
     network: Literal["model", "open"] = Field(default="model", json_schema_extra=when("command"))
     """What a program reaches: only the model, or all that the machine does."""
     memory_mb: int = Field(default=2048, ge=64, le=1 << 24, json_schema_extra=when("command"))
@@ -170,16 +170,15 @@ class AgentConfig(Section):
     mcp: list[McpServer] = Field(
         default_factory=list[McpServer], max_length=32, json_schema_extra=when("command")
     )
-    """MCP servers for the program: written as `mcpServers` to the JSON file that `{mcp}` and the
-    variable TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url`
-    needs `network: open`."""
+    """[MCP servers](mcp.md#agent-programs) for the program, written to the JSON file that `{mcp}`
+    and TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url` needs
+    `network: open`."""
     sampling: Literal["job", "request"] = "job"
-    """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if
-    sent; tokens drawn at other settings than the learner computes with are off-policy."""
+    """job: sample as `rollout` says; request: with the program's temperature, top_p and top_k.
+    Tokens drawn at other settings than the learner computes with are off-policy."""
     train: str = Field(default="all", max_length=4096)
-    """Which calls are trained: `all` delivered ones; those of the `main` conversation; `/PATTERN/`:
-    of conversations whose system message (else first message) matches the regular expression; `not
-    /PATTERN/`; or `alive`: those that can have influenced the outcome."""
+    """Which calls are trained: `all`, `main`, `/PATTERN/`, `not /PATTERN/` or `alive` ([what is
+    trained](train-an-agent.md#what-is-trained))."""
     reasoning: Literal["keep", "template"] = "keep"
     """Earlier reasoning at the next user message: keep: its tokens stay; template: the history is
     rendered by the chat template, as a branch."""

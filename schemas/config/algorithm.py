@@ -307,9 +307,8 @@ class AlgorithmConfig(Section):
     (DeepSeek-V3.2)."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """Your own advantage function, with the inputs of the named one: `module:function`, or a name
-    registered by a package, available where the learner runs ([own
-    algorithms](own-algorithms.md))."""
+    """Your own advantage function, `module:function` or a registered name, with the inputs of
+    `advantage` ([own algorithms](own-algorithms.md))."""
     own_loss: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """Your own policy loss, instead of `loss`."""
     own_correction: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
@@ -324,9 +323,8 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """On-policy distillation: the model that scores the policy's tokens, or one per `data_source`,
-    `""` for all others. A folder, store URL, hub name, `RUN@STEP`, `job:NAME` (a serving job),
-    `https://HOST/v1?model=NAME` (an API) or `self` (the policy with `teacher_context`). It needs
-    the policy's tokenizer ([distillation](distillation.md))."""
+    `""` for all others: a folder, URL, hub name, `RUN@STEP`, `job:NAME`,
+    `https://HOST/v1?model=NAME` or `self` ([distillation](distillation.md))."""
     teacher_loss: Literal["reverse_kl", "forward_kl"] = Field(
         default="reverse_kl", json_schema_extra=when("teacher")
     )

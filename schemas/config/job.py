@@ -49,11 +49,9 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = "auto"
-    """Attention kernel of the learner. varlen: torch's for packed rows without masks
-    (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs);
-    flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype;
-    auto: on a GPU in bfloat16 varlen where it can compute the model, else flash_attention_2 where
-    that is installed and can, else sdpa."""
+    """Attention kernel of the learner ([kernels](training.md#kernels-and-memory)). varlen: torch's
+    for packed rows; flash_attention_2: that of the extra `flash-attn`; sdpa: with a mask, in any
+    dtype; auto: on a GPU the first of these that can compute the model, on CPUs sdpa."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -90,8 +88,8 @@ class EnvConfig(Section):
     workers: int = Field(default=4, ge=1, le=1024)
     """Games that step concurrently in one host."""
     isolation: Literal["thread", "process"] | None = None
-    """Where games run; default: as the game's class says, else threads. A hung game in a process is
-    killed; in a thread it can only be abandoned."""
+    """Where games run; default: as the game's class says, else in threads. A hung game can be
+    killed in a process, not in a thread."""
     worker_memory_mb: int | None = Field(
         default=None, ge=1, json_schema_extra=when("isolation", "process")
     )
@@ -102,10 +100,9 @@ class EnvConfig(Section):
     step_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A step that takes longer fails its episode, or ends it as `on_step_timeout` says."""
     on_step_timeout: Literal["retry", "penalty", "mask"] = "retry"
-    """When a step times out: retry: the episode fails and is played again; penalty: it ends, its
-    last turn earns `step_timeout_reward` and it is trained; mask: it ends, is logged, and is
-    neither trained nor compared with. penalty and mask run games in processes, unless `isolation`
-    is thread or the game is async."""
+    """When a step times out: retry: the episode fails and is played again; penalty: it ends with
+    `step_timeout_reward`; mask: it ends, and is neither trained nor compared with. penalty and mask
+    run games in processes, unless `isolation` is thread or the game is async."""
     step_timeout_reward: float = Field(
         default=-1.0,
         allow_inf_nan=False,
@@ -132,10 +129,10 @@ class GeneratorConfig(Section):
     """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of
-    a GPU of its own, and what fits beside the learner of one that they share."""
+    its own GPU, on a shared one what fits beside the learner."""
     sleep: Literal["auto", "always", "never"] = "auto"
     """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do
-    not fit at once."""
+    not fit."""
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto", json_schema_extra=when("engine", "vllm")
     )
@@ -198,9 +195,7 @@ class TrainingConfig(Section):
     staleness_limit: int = Field(default=8, ge=1, json_schema_extra=when("max_staleness", "auto"))
     """Largest bound that auto may choose."""
     staleness_policy: Literal["drop", "wait", "train", "mask"] = "drop"
-    """Groups over the bound: drop and reissue; wait, to avoid them; train; or mask: tokens over the
-    bound become context, and the episodes still count in baselines, for episodes longer than many
-    steps."""
+    """Groups over the bound ([what each does](training.md#staleness))."""
     curriculum: Literal["none", "success_rate"] = "none"
     """Task order: none: shuffled, each once per epoch; success_rate: prefer tasks solved about half
     of the time."""
@@ -232,9 +227,9 @@ class TrainingConfig(Section):
     """Checkpoint also when the last is this old, which bounds the work that a dying learner loses.
     Less often if writing takes over a tenth of that time; 0: never."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep. The rollout log goes back to the second newest, for the case that
-    the newest is damaged, unless it fills three quarters of `limits.rollout_bytes`; with 1 there is
-    no fallback."""
+    """Newest checkpoints to keep; with 1 there is none to fall back on if it is damaged. The
+    rollout log goes back to the second newest, unless it fills three quarters of
+    `limits.rollout_bytes`."""
     keep_every: int = Field(default=0, ge=0)
     """Keep checkpoints of every N steps for good; 0: none."""
     keep_best: bool = Field(default=False, json_schema_extra=when("test_freq"))
@@ -245,8 +240,8 @@ class TrainingConfig(Section):
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups
     remain at its end."""
     kept_rollout_bytes: int = Field(default=32 << 20, ge=0, le=1 << 40)
-    """Bytes of rollouts kept in the run folder for people, beyond the log: the newest for half of
-    the bytes, and samples of each checkpoint's steps, thinner in long runs; 0: none."""
+    """Bytes of rollouts kept in the run folder for people, beyond the log: half for the newest,
+    half for samples of each checkpoint's steps; 0: none."""
     plateau_steps: int = Field(default=0, ge=0)
     """Send a notification when validation, or else the reward, has not improved for N steps; 0:
     never."""
@@ -261,9 +256,8 @@ class EvaluationConfig(Section):
     """How versions are validated."""
 
     slots: int = Field(default=0, ge=0, le=64)
-    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between
-    their own; a job without generators, or of kind `eval`, has an evaluator with
-    `generator.slots`."""
+    """Slots of a separate evaluator; 0: the generators validate. A job without generators, or of
+    kind `eval`, has an evaluator with `generator.slots`."""
     deadline_s: float = Field(default=1800.0, gt=0, le=86_400)
     """Longest time for which a generator stays at a version to validate it. Episodes that have not
     ended by then count as failed."""
@@ -287,9 +281,9 @@ class WeightsConfig(Section):
     """How new weights reach the generators."""
 
     transport: Literal["auto", "object", "file", "nccl"] = "auto"
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by
-    torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl
-    where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: [from memory to
+    memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a
+    GPU, else object."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
@@ -390,9 +384,8 @@ class SftConfig(Section):
     """The conversations that an SFT job trains on."""
 
     data: list[str] = Field(default_factory=list[str])
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the
-    assistant's messages are trained; columns `tools` and `images` are optional. Empty: not an SFT
-    job."""
+    """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column
+    `messages`, and optionally `tools` and `images`. Empty: not an SFT job."""
 
 
 def _settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -437,9 +430,8 @@ class TinkerConfig(Section):
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens of one model computed at once."""
     mixed_micro_batches: bool = False
-    """Compute micro-batches of several models in one pass: faster for many small ones. The last
-    bits of a result then depend on the others, which are recorded, so operations that are
-    repeated after a crash give the same bits."""
+    """Compute micro-batches of several models in one pass: faster for many small ones ([how bits
+    are kept](tinker.md#many-users))."""
 
     @field_validator("base")
     @classmethod

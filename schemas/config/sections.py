@@ -263,16 +263,15 @@ class LearnerConfig(Section):
     """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is
     estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool = True
-    """Compute common beginnings of sequences once: a system prompt, a group's prompt, answers that
-    begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a multiple
-    of the longest episode (same result)."""
+    """Compute common beginnings of sequences once, if they fit into a row of `max_row_tokens`, a
+    multiple of the longest episode (same result)."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated
     to hold few tokens otherwise; not on a CPU."""
     offload_activations: bool | Literal["auto"] = "auto"
-    """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU
-    holds those of one layer, and each crosses PCIe twice. auto: where the GPU is estimated to hold
-    no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
+    """Keep the inputs of recomputed layers in the machine's memory until the backward pass. auto:
+    where the GPU is estimated to hold no pass otherwise; not on a CPU. Implies
+    `gradient_checkpointing`."""
     compile: bool = False
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
     rounding. Needs a C++ compiler."""
@@ -429,9 +428,8 @@ class RewardConfig(Section):
         default=None, max_length=64 << 10, json_schema_extra=when("source", "judge")
     )
     """The judge's prompt: `$question` is the first user message, `$answer` the policy's last,
-    `$ground_truth` the row's, `$conversation` all, `$scale` the best score. Default: grade the
-    answer. The reply must end with a line `Score: N`; `$form` is the sentence that demands it, and
-    a prompt must contain one of the two."""
+    `$ground_truth` the row's, `$conversation` all, `$scale` the best score; `$form` demands the
+    score ([judges](training.md#external-rewards)). Default: grade the answer."""
     judge_scale: float = Field(default=10.0, gt=0, json_schema_extra=when("source", "judge"))
     """Best score, which earns 1."""
     judge_tokens: int = Field(default=256, ge=1, json_schema_extra=when("source", "judge"))
@@ -440,8 +438,7 @@ class RewardConfig(Section):
         default_factory=dict[str, Any], json_schema_extra=when("url")
     )
     """Further fields of requests to a judge at `url`, such as `reasoning_effort`; null removes one:
-    `{max_tokens: null}`. An API that refuses `max_tokens` gets `max_completion_tokens`, one that
-    refuses `temperature` none."""
+    `{max_tokens: null}`."""
     timeout_s: float = Field(
         default=60.0, gt=0, le=86_400, json_schema_extra=when("source", "function", *_REMOTE)
     )
@@ -526,7 +523,6 @@ class StorageConfig(Section):
     """A store for pools whose machines share no disk."""
 
     url: str | None = Field(default=None, pattern=URL_PATTERN)
-    """Keep checkpoints below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`), so
-    that a learner on another machine can continue. Needs the extra `storage`, and credentials in
-    the machines' environment. `broker:` needs neither: the broker keeps them, up to
-    `limits.checkpoint_bytes`."""
+    """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or
+    `broker:` for the broker), so that a learner on another machine can continue ([without a shared
+    disk](no-shared-disk.md))."""

@@ -68,7 +68,7 @@ class ListCheckpoints(TinkerPage):
     """List a user's checkpoints."""
 
     model: str = Field(default="", max_length=80)
-    """Of this model; empty: all."""
+    """Only checkpoints of this model; empty: all."""
 
 
 class CheckpointPage(Message):
@@ -85,7 +85,7 @@ class ChangeCheckpoint(Message):
     path: Path
     action: Literal["delete", "publish", "unpublish", "expire"]
     ttl_s: int | None = Field(default=None, ge=1, le=10**10)
-    """With `expire`: seconds from now; null: never."""
+    """Seconds from now, with `expire`; null: never."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
@@ -168,9 +168,9 @@ class TellSession(Message):
     session: SessionId
     event: Literal["begin", "beat", "sampler", "finish"]
     sampler: str = Field(default="", max_length=600)
-    """With `sampler`: its id."""
+    """Id of the sampler, with `sampler`."""
     reason: str = Field(default="", max_length=1000)
-    """With `finish`: how it ended."""
+    """Reason of its end, with `finish`."""
     user_metadata: Metadata | None = None
     display_name: str | None = Field(default=None, max_length=200)
     sdk_version: str = Field(default="", max_length=80)

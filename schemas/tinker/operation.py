@@ -47,7 +47,7 @@ class ModelOperation(Message):
     model: ModelId
     """`<session>:train:<number>`."""
     seq: Seq
-    """Among the model's operations; 0 creates it."""
+    """Number among the model's operations; 0 creates it."""
     body: bytes = Field(max_length=MAX_BODY_BYTES)
     """Protobuf for `forward_backward`, else JSON."""
     is_zstd: bool = False
@@ -94,14 +94,14 @@ class OperationResult(Message):
     """State and result of an operation."""
 
     state: Literal["pending", "done", "failed"] = "pending"
-    """Whether it was applied, or failed and never will be."""
+    """done: applied; failed: never will be."""
     body: bytes = b""
     """Result for the client."""
     is_proto: bool = False
-    """True: protobuf; false: JSON."""
+    """Whether the body is protobuf instead of JSON."""
     error: str = ""
     category: Literal["user", "server", "unknown"] = "unknown"
-    """Who caused the error."""
+    """Side that caused the error."""
     queue_reason: str = ""
     """Why a pending operation waits."""
     companies: list[Company] = Field(default_factory=list[Company])
@@ -149,7 +149,7 @@ class TrainerOffer(Message):
     base: str
     """Name of the base model for programs."""
     max_context: int
-    """In tokens; 0: the model's limit."""
+    """Longest context in tokens; 0: the model's limit."""
     max_rank: int
 
 
@@ -182,7 +182,7 @@ class ModelShown(Message):
     reason: str = ""
     """Why they wait."""
     idle_s: float | None = None
-    """Since its last operation; null: before the trainer started."""
+    """Seconds since its last operation; null: before the trainer started."""
     last: dict[str, float] = Field(default_factory=dict[str, float])
     """Metrics of its newest step."""
 

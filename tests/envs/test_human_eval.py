@@ -192,8 +192,11 @@ def test_a_process_that_is_left_behind_ends_with_the_episode() -> None:
 def test_the_time_of_all_calls_is_bounded() -> None:
     many = "def check(candidate):\n    for n in range(100): candidate([n])"
     slow = fenced("import time\ndef counts(xs): time.sleep(1)")
-    result = opened(many, time_s=2.9).step(slow)
+    result = opened(many, clock_s=2.9).step(slow)
     assert (result.reward, result.info["calls"]) == (0.0, 2)
+    assert result.info["stopped"] == "clock"
+    spinning = fenced("def counts(xs):\n  while True: pass")
+    assert opened(many, time_s=0.3).step(spinning).info["stopped"] == "time"
     endless = "def check(candidate):\n    while True: candidate([])"
     result = opened(endless, time_s=SHORT_S).step(fenced("def counts(xs): 1"))
     assert result.info["calls"] <= human_eval.MAX_CALLS

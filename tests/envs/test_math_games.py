@@ -182,7 +182,10 @@ def test_a_turn_is_bounded_in_programs_time_and_what_is_shown():
     )
     hurried = coding(sandbox={**PLAIN, "time_s": 0.5})
     slow = hurried.step(fenced("while True: pass", "1")).observation
-    assert slow == "[stopped: it ran for too long]\n[not run: the time of this turn is over]"
+    over = "[not run: the time of this turn is over]"
+    assert slow == f"[stopped: it took too much CPU time]\n{over}"
+    waiting = coding(sandbox={**PLAIN, "clock_s": 0.5}).step(fenced("import time; time.sleep(99)"))
+    assert waiting.observation == "[stopped: it ran for too long]"
     long = patient.step(fenced("'a' * 100 + 'b' * 100")).observation
     assert long == f"{'a' * 20}\n[160 characters left out]\n{'b' * 20}"
 

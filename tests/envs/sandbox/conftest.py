@@ -59,8 +59,8 @@ def num_open_files() -> int:
 def run(sandbox: LocalCodeSandbox) -> Callable[..., Outcome]:
     """Run one program by itself."""
 
-    def run_one(code: str, time_s: float | None = None) -> Outcome:
+    def run_one(code: str, **limits: float) -> Outcome:
         with contextlib.closing(sandbox.session()) as session:
-            return session.run(code, time_s)
+            return session.run(code, **limits)
 
     return run_one

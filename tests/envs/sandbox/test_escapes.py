@@ -350,9 +350,9 @@ FORBIDDEN = {
     "a packet socket": "socket, 17, 3, 0",
 }
 STOPPED = {
-    "sleeping": ("import time; time.sleep(1000)", "time"),
+    "sleeping": ("import time; time.sleep(1000)", "clock"),
     "spinning": ("while True: pass", "time"),
-    "stopping itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "time"),
+    "stopping itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "clock"),
     "a fork bomb": (
         "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
         "time",
@@ -416,7 +416,20 @@ REFUSED = {
 @pytest.mark.parametrize("name", STOPPED)
 def test_what_does_not_end_by_itself_is_stopped(run, name, many_open_files):
     code, status = STOPPED[name]
-    assert run(code, time_s=0.5 if status == "time" else None).status == status
+    limits = {"time_s": 0.5} if status == "time" else {"clock_s": 0.5} if status == "clock" else {}
+    assert run(code, **limits).status == status
+
+
+def test_time_on_the_clock_is_not_taken_for_computing(run) -> None:
+    """A right program on a busy machine, or one that waits, is not stopped by `time_s`."""
+    outcome = run("import time; time.sleep(1.5); print(sum(range(10**6)))", time_s=1.0)
+    assert (outcome.status, outcome.text) == ("ok", "499999500000\n")
+    assert outcome.seconds < 1.0 < outcome.clock_s
+
+
+def test_the_time_of_all_processes_counts(run) -> None:
+    code = "import os\nif os.fork(): os.wait()\nelse:\n  while True: pass"
+    assert run(code, time_s=0.4).status == "time"
 
 
 @pytest.mark.parametrize("name", REFUSED)
