@@ -2,15 +2,18 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.storage.access import refuse_unshown_folder
 from tinkermq.envs.agents.programs.folders import FolderTooLarge, copy_folder
 from tinkermq.envs.agents.programs.task_environments import digest_of
 from tinkermq.envs.dataset import Record
 from tinkermq.envs.sandbox.bubblewrap import CommandError, Program, start
 from tinkermq.envs.sandbox.sandbox import Mount, Sandbox, system_mounts
+from tinkermq.envs.sandbox.served import FOLDERS_VARIABLE
 from tinkermq.envs.task_folders import TaskFolders
 from tinkermq.schemas.config.agent import TaskSource
 from tinkermq.schemas.local.folder import Folder
@@ -190,3 +193,16 @@ def test_a_folder_is_not_opened_through_a_link_that_came_meanwhile(
     monkeypatch.setattr(os.path, "realpath", replaced)
     with pytest.raises(NotADirectoryError, match="has become a link"):
         Folder.held(inner)
+
+
+def test_a_host_opens_its_owners_runs_and_what_all_games_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots = [tmp_path / "runs"]
+    monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "agents"))
+    for shown in ("runs/ada/r1/made", "agents/coder"):
+        refuse_unshown_folder(tmp_path / shown, "ada", roots)
+    refuse_unshown_folder(Path(sys.prefix) / "lib", "ada", roots)
+    for hidden in ("runs/bob/r2", "runs", "elsewhere", "agents-of-bob"):
+        with pytest.raises(ConfigError, match="agent programs of user 'ada' may not be shown"):
+            refuse_unshown_folder(tmp_path / hidden, "ada", roots)
