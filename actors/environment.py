@@ -50,11 +50,10 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
     if not config.agent.command:
         return None, None
     record = context.record
-    roots = [Path(root) for root in record.output_roots]
 
     def may_read(path: Path) -> None:
-        if roots:
-            refuse_unshown_folder(path, record.user, roots)
+        if record.output_roots:
+            refuse_unshown_folder(path, record)
 
     runner = make_program_runner(
         config.agent,
@@ -63,7 +62,7 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
         max_tries=tries,
         private=[context.run_dir],
         has_tasks=config.has_tasks,
-        builds=not roots,  # not for users, since a build has network access
+        builds=not record.output_roots,  # not for users, since a build has network access
         may_read=may_read,
     )
     return runner, None

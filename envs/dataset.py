@@ -613,9 +613,7 @@ def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
 ) -> RowFile:
     if (source := TaskSource.parse(str(path))) is not None:
-        tasks = TaskFolders(source)
-        opened.callback(tasks.close)
-        return tasks
+        return TaskFolders(source)
     if not path.is_file():
         raise errors.DataError(
             f"there is no dataset file {str(path)!r}",

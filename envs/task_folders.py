@@ -246,12 +246,8 @@ class TaskFolders:
                 f"there is no folder of tasks {source.folder!r}",
                 hint="give harbor:FOLDER with a folder that every environment host can read",
             ) from error
-        try:
-            self.tasks: Sequence[HarborTask] = self._read(source)
-            """The tasks, ordered by name."""
-        except BaseException:
-            self.close()
-            raise
+        self.tasks: Sequence[HarborTask] = self._read(source)
+        """The tasks, ordered by name."""
 
     def _read(self, source: TaskSource) -> list[HarborTask]:
         folders = list(_task_names(self._root))
@@ -294,8 +290,7 @@ class TaskFolders:
         return list(self.row(0))
 
     def close(self) -> None:
-        """Close the folder, after the last use of its tasks."""
-        self._root.close()
+        """Do nothing: the folder is open as long as one of its tasks is held."""
 
 
 def _place_of(name: str) -> float:

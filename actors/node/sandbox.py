@@ -53,8 +53,15 @@ from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, listen_at
 from ...schemas.local.folder import Folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
-from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from, without_tilde
+from ...schemas.wire.errors import ConfigError, SandboxError, StorageError, TinkermqError
+from ..storage.access import (
+    MODELS_VARIABLE,
+    is_of_another,
+    own_folders,
+    refuse_unshown_folder,
+    shown_from,
+    without_tilde,
+)
 from .forwarding import URL_VARIABLE, Forwarder
 
 # Module, arguments and environment of an actor. A command line never has secrets: the broker's URL
@@ -323,19 +330,11 @@ def check_programs(spec: WantedActor) -> None:
     and show them, only files that a hosted game would see. Raises PathRefused.
     """
     _data_files(spec)
-    roots = [Path(root) for root in spec.output_roots]
-    named = [item.resolve() for item in (*_python(), *_named(FOLDERS_VARIABLE))]
     for folder in spec.programs or []:
-        path = without_tilde(folder.replace("\0", "?")).resolve()
-        is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
-            path, spec.user, roots
-        )
-        if not is_own and not any(path.is_relative_to(item) for item in named):
-            raise PathRefused(
-                f"agent programs of user {spec.user!r} may not be shown {folder!r}",
-                hint="name a folder in a run of theirs, or let the operator name it in "
-                f"${FOLDERS_VARIABLE} of the nodes",
-            )
+        try:
+            refuse_unshown_folder(without_tilde(folder.replace("\0", "?")).resolve(), spec)
+        except ConfigError as error:
+            raise PathRefused(error.message, hint=error.hint) from error
 
 
 def _data_files(spec: WantedActor) -> dict[Path, Path]:
@@ -344,11 +343,11 @@ def _data_files(spec: WantedActor) -> dict[Path, Path]:
     Both must be names of datasets: a game must not see arbitrary files that its owner calls data,
     nor, through a link, a file of another user's run.
     """
-    roots = [Path(root) for root in spec.output_roots]
+    roots, own = [Path(root) for root in spec.output_roots], own_folders(spec)
     named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
     places = {path: path.resolve() for path in named if is_dataset_name(path)}
     for path, place in places.items():
-        if place != path and (not is_dataset_name(place) or is_of_another(place, spec.user, roots)):
+        if place != path and (not is_dataset_name(place) or is_of_another(place, own, roots)):
             raise PathRefused(
                 f"{path} leads to {place}, which is not a dataset of user {spec.user!r}",
                 hint="name the file itself, or copy it",
@@ -422,7 +421,7 @@ def _read_by_learner(spec: WantedActor, handles: _Handles) -> dict[Path, Path]:
     places: dict[Path, Path] = {}
     for path in sorted({path.absolute() for path in named if path.exists()}):
         place = path.resolve()
-        root = shown_from(place, spec.user, roots)
+        root = shown_from(place, own_folders(spec), roots)
         if root is None:
             raise PathRefused(
                 f"functions of user {spec.user!r} may not be shown {path}",

@@ -199,7 +199,7 @@ def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
     for key, value in {**model_paths(config), **_listed_data(config)}.items():
         place = Path(os.path.realpath(without_tilde(value)))
         is_path = value.startswith(("/", ".", "~"))
-        if is_path and shown_from(place, user, roots) is None:
+        if is_path and shown_from(place, [root / user for root in roots], roots) is None:
             raise ConfigError(
                 f"{key}={value}: functions of user {user} may only read models and data of the "
                 "user's runs and of the operator's folders",

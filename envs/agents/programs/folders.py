@@ -227,19 +227,14 @@ def open_folder(key: str, value: str, may_read: Callable[[Path], None]) -> Folde
     return folder
 
 
-def open_shown(key: str, value: str, may_read: Callable[[Path], None]) -> Folder:
-    """Open a folder that programs read directly; ConfigError if they cannot."""
-    folder = open_folder(key, value, may_read)
-    if (
-        unprivileged_user() is not None
-        and os.fstat(folder.fileno()).st_mode & _READABLE != _READABLE
-    ):
-        folder.close()
+def check_shown(key: str, folder: Folder) -> None:
+    """Raise ConfigError for a folder that programs are to read directly and cannot."""
+    mode = os.fstat(folder.fileno()).st_mode
+    if unprivileged_user() is not None and mode & _READABLE != _READABLE:
         raise ConfigError(
-            f"programs may not read {key}={value!r}: they run as an unused user",
+            f"programs may not read {key}={str(folder.path)!r}: they run as an unused user",
             hint=f"chmod -R o+rX {folder.path}",
         )
-    return folder
 
 
 def _sweep(folder: Path) -> None:

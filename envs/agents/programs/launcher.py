@@ -25,7 +25,7 @@ from ....schemas.wire.errors import GameError, SandboxError, StorageError
 from ...sandbox import bubblewrap
 from ...sandbox.sandbox import Limit, Sandbox, holds_more
 from ..episode import ProgramEpisode
-from .folders import ProgramFolder, ProgramFolders, RootFiles, open_folder, open_shown
+from .folders import ProgramFolder, ProgramFolders, RootFiles, check_shown, open_folder
 from .sandbox import ImageRoot, ProgramSandboxes, Reach, TaskView, refuse_shown
 
 # Output: one thread reads that of all programs of a host, and keeps its end. It reads a flood
@@ -258,10 +258,11 @@ class ProgramLauncher:
                 files = open_folder("agent.files", config.files, may_read)
                 self.files = self._opened.enter_context(files)
             if config.reward_files is not None:
-                grader = open_shown("agent.reward_files", config.reward_files, may_read)
+                grader = open_folder("agent.reward_files", config.reward_files, may_read)
                 self.grader = self._opened.enter_context(grader)
+                check_shown("agent.reward_files", grader)
             read = [
-                self._opened.enter_context(open_shown("agent.read", path, may_read))
+                self._opened.enter_context(open_folder("agent.read", path, may_read))
                 for path in config.read
             ]
             self.folders = ProgramFolders()
@@ -271,6 +272,8 @@ class ProgramLauncher:
                 self._opened.callback(image.close)
             hidden = [*private, self.folders.path, *([self.grader.path] if self.grader else [])]
             self.sandboxes = ProgramSandboxes(config, read, hidden, image)
+            for folder in read:
+                check_shown("agent.read", folder)
             if self.files is not None:
                 refuse_shown({"agent.files": self.files.path}, hidden)
         except BaseException:

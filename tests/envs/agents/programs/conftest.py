@@ -14,6 +14,7 @@ from tinkermq.envs.running.episodes import Opening
 from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.config.agent import AgentConfig
 
+from tests.support.harbor_tasks import forget_tasks
 from tests.support.model_endpoint import ModelEndpoint
 from tests.support.waiting import PATIENCE_S, until
 
@@ -126,6 +127,7 @@ async def hosting(
     finally:
         folders = runner._launcher and runner._launcher.folders.path
         await runner.stop()
+        forget_tasks()
         assert not (folders and folders.exists())
     try:
         await until(lambda: no_more_than(before), "rest")

@@ -16,6 +16,7 @@ from tinkermq.envs.sandbox.sandbox import Mount, Sandbox, system_mounts
 from tinkermq.envs.sandbox.served import FOLDERS_VARIABLE
 from tinkermq.envs.task_folders import TaskFolders
 from tinkermq.schemas.config.agent import TaskSource
+from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.local.folder import Folder
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
@@ -90,7 +91,6 @@ async def test_a_task_is_read_from_the_folder_that_was_there_at_the_start(
             told = str(refused.value)
         else:  # it is the one that was opened
             told = str(await host.play("e-1", record=record_of(rows)))
-    rows.close()
     assert SECRET not in told
 
 
@@ -198,11 +198,20 @@ def test_a_folder_is_not_opened_through_a_link_that_came_meanwhile(
 def test_a_host_opens_its_owners_runs_and_what_all_games_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roots = [tmp_path / "runs"]
+    job = JobRecord(
+        job="j",
+        name="r1",
+        user="ada",
+        state="RUNNING",
+        config={},
+        created=0.0,
+        run_dir=str(tmp_path / "runs/ada/r1"),
+        own_folders=[str(tmp_path / "runs/team/ada"), str(tmp_path / "runs/bob")],
+    )
     monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "agents"))
-    for shown in ("runs/ada/r1/made", "agents/coder"):
-        refuse_unshown_folder(tmp_path / shown, "ada", roots)
-    refuse_unshown_folder(Path(sys.prefix) / "lib", "ada", roots)
-    for hidden in ("runs/bob/r2", "runs", "elsewhere", "agents-of-bob"):
+    for shown in ("runs/ada/r1/made", "runs/team/ada/r2", "agents/coder"):
+        refuse_unshown_folder(tmp_path / shown, job)
+    refuse_unshown_folder(Path(sys.prefix) / "lib", job)
+    for hidden in ("runs/bob/r2", "runs/bob/ada/files", "runs", "elsewhere", "agents-of-bob"):
         with pytest.raises(ConfigError, match="agent programs of user 'ada' may not be shown"):
-            refuse_unshown_folder(tmp_path / hidden, "ada", roots)
+            refuse_unshown_folder(tmp_path / hidden, job)
