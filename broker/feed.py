@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Hashable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -35,7 +35,10 @@ PUBLISH_DEADLINE_S = 30.0
 _API_DEADLINE_S = 30.0
 _QUEUE_LENGTH = 256
 
+VALIDATION = "val/mean_score"
+"""Metric: mean return of a validation's finished episodes."""
 M = TypeVar("M", bound=Message)
+K = TypeVar("K", bound=Hashable)
 
 _log = structlog.get_logger()
 
@@ -167,25 +170,18 @@ async def follow(
     scope: JobScope,
     kinds: Collection[FeedKind] = ALL_KINDS,
     *,
-    from_start: bool = True,
-    started: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
 ) -> AsyncGenerator[FeedMessage, None]:
-    """Yield metrics, events and log lines as they are stored, and end once `stop` is set.
+    """Yield metrics, events and log lines, stored and new ones, and end once `stop` is set.
 
     Entries stored before `stop` are still yielded. Each kind is complete and in order, also across
     server restarts; an event reports entries (of a log, or metrics and events) that were discarded
-    before they were read. Without `from_start`, begins with entries stored after `started` is set.
-    Leave it through `contextlib.aclosing`.
+    before they were read. Leave it through `contextlib.aclosing`.
 
     Raises NotFoundError when the job is gone.
     """
     queue: asyncio.Queue[FeedMessage] = asyncio.Queue(_QUEUE_LENGTH)
-    readers = _readers(broker, scope, kinds, from_start)
-    for reader, _ in readers:
-        await reader.start()
-    if started is not None:
-        started.set()
+    readers = _readers(broker, scope, kinds)
     tasks: set[asyncio.Task[object]] = {
         asyncio.create_task(_pump(reader, scope, queue, is_whole), name=f"follow {scope.key}")
         for reader, is_whole in readers
@@ -230,7 +226,7 @@ async def _pump(
     reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]", is_whole: bool
 ) -> None:
     """Queue a reader's messages; if it reads a whole stream, an event reports missing ones."""
-    expected = reader.next_seq
+    expected = 1
     async with aclosing(reader.messages()) as messages:
         async for stored in messages:
             if is_whole and stored.seq > expected:
@@ -247,18 +243,17 @@ def _discarded(num: int) -> Event:
 
 
 def _readers(
-    broker: Broker, scope: JobScope, kinds: Collection[FeedKind], from_start: bool
+    broker: Broker, scope: JobScope, kinds: Collection[FeedKind]
 ) -> list[tuple[StreamReader, bool]]:
     """Return readers, and whether each reads its whole stream."""
-    first = 1 if from_start else None
     by_kind = {"metric": scope.metric, "event": scope.event}
     subjects = [subject for kind, subject in by_kind.items() if kind in kinds]
     readers: list[tuple[StreamReader, bool]] = []
     if subjects:
-        feed = StreamReader(broker, scope.stream_feed, subjects, from_seq=first)
+        feed = StreamReader(broker, scope.stream_feed, subjects)
         readers.append((feed, len(subjects) == len(by_kind)))
     if "log" in kinds:
-        log = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
+        log = StreamReader(broker, scope.stream_log, [scope.log("*")])
         readers.append((log, True))
     return readers
 
@@ -301,15 +296,22 @@ class ValidationScore(NamedTuple):
     @classmethod
     def of(cls, values: Mapping[str, float]) -> "ValidationScore | None":
         """Return the score in a version's metrics; None if no episode finished."""
-        if "val/mean_score" not in values:
+        if VALIDATION not in values:
             return None
-        mean = values["val/mean_score"]
+        mean = values[VALIDATION]
         return cls(
             mean,
             values.get("val/min_score", mean),
             values.get("val/num_episodes", 1.0),
             values.get("val/failed_episodes", 0.0),
         )
+
+    @property
+    def text(self) -> str:
+        """The mean, and how many episodes are missing from it."""
+        total = self.num_episodes + self.num_missing
+        missing = f" ({self.num_missing:.0f} of {total:.0f} failed)" if self.num_missing else ""
+        return f"{self.mean:.3f}{missing}"
 
 
 async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationScore]:
@@ -325,18 +327,25 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationSc
 def best_of(scores: Mapping[int, ValidationScore], versions: Iterable[int]) -> int | None:
     """Return the version with the highest score, the earliest of equals; None if there is none.
 
-    Missing episodes count as the worst return of any version: a deadline cuts off long episodes, so
-    the mean of the others is biased. A score that is not a number is ignored.
+    A score that is not a number is ignored.
     """
-    known = {version: score for version, score in scores.items() if not math.isnan(score.mean)}
-    worst = min((score.worst for score in known.values()), default=0.0)
-
-    def bound(version: int) -> float:
-        mean, _, done, missing = known[version]
-        return mean if not missing else (mean * done + worst * missing) / (done + missing)
-
+    known = whole_means(scores)
     scored = [version for version in versions if version in known]
-    return max(scored, key=lambda version: (bound(version), -version), default=None)
+    return max(scored, key=lambda version: (known[version], -version), default=None)
+
+
+def whole_means(scores: Mapping[K, ValidationScore]) -> dict[K, float]:
+    """Return the mean over all episodes of each score, except those that are not numbers.
+
+    Missing episodes count as the worst return in any score: a deadline cuts off long episodes, so
+    the mean of the others is biased.
+    """
+    known = {key: score for key, score in scores.items() if not math.isnan(score.mean)}
+    worst = min((score.worst for score in known.values()), default=0.0)
+    return {
+        key: (mean * done + worst * missing) / (done + missing) if missing else mean
+        for key, (mean, _, done, missing) in known.items()
+    }
 
 
 # The newest metrics, without reading all of them.
@@ -373,7 +382,8 @@ def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
         "reason": record.reason,
         "step": int(values.get("step", record.version)),
         "reward": values.get("training_step_reward"),
-        "validation": values.get("val/mean_score"),
+        "validation": values.get(VALIDATION),
+        "validation_failed": values.get("val/failed_episodes", 0.0),
         "slots": sum(actor.slots for actor in record.actors if actor.node is not None)
         if live
         else 0,

@@ -119,7 +119,9 @@ class OperationLog:
 
     async def check_claim(self) -> None:
         """Raise FencedError if another trainer has claimed the results since."""
-        if (newest := await self._newest_claim()) > self._claimed:
+        stream, subject = self._scope.stream_result, self._scope.claim_of_results
+        claim = await self._retry(lambda: get_last(self._broker, stream, subject), stream)
+        if (newest := 0 if claim is None else claim.seq) > self._claimed:
             raise self._fenced(newest)
 
     async def put_result(self, user: str, name: OperationName, result: OperationResult) -> bool:
@@ -145,11 +147,6 @@ class OperationLog:
                 continue
             self._last = seq or self._last
             return seq is not None
-
-    async def _newest_claim(self) -> int:
-        stream, subject = self._scope.stream_result, self._scope.claim_of_results
-        claim = await self._retry(lambda: get_last(self._broker, stream, subject), stream)
-        return 0 if claim is None else claim.seq
 
     async def _last_of_results(self) -> int:
         stream = self._scope.stream_result

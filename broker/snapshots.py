@@ -56,7 +56,9 @@ async def save_all(broker: Broker, folder: Path) -> list[Saved]:
     try:
         _begin(folder)
         saved: list[Saved] = []
-        for name in await _stream_names(broker):
+        names = [stream["config"]["name"] for stream in await _streams(broker)]
+        ours = [name for name in names if _OURS.match(name) and name not in _PASSING]
+        for name in sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name)):
             with contextlib.suppress(NotFoundError):  # its job was deleted or archived meanwhile
                 saved.append(await _save(broker, name, folder))
         manifest = {"format": 1, "time": time.time(), "streams": [stream.name for stream in saved]}
@@ -168,12 +170,6 @@ async def _streams(broker: Broker) -> list[dict[str, Any]]:
         streams += page
         if not page or len(streams) >= int(answer["total"]):
             return streams
-
-
-async def _stream_names(broker: Broker) -> list[str]:
-    names = [stream["config"]["name"] for stream in await _streams(broker)]
-    ours = [name for name in names if _OURS.match(name) and name not in _PASSING]
-    return sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name))
 
 
 async def _save(broker: Broker, name: str, folder: Path, *, consumers: bool = True) -> Saved:

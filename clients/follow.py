@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ..broker.feed import ValidationScore, best_of, follow
 from ..broker.presence import INTERVAL_S, list_presences
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import Event, LogLines, Metric, Presence
+from ..schemas.metric import WHY_EQUAL, Event, LogLines, Metric, Presence
 from ..schemas.wire.errors import NotFoundError
 from .pool import Pool
 
@@ -28,7 +28,7 @@ _QUEUE_LENGTH = 256
 
 
 async def follow_run(
-    pool: Pool, record: JobRecord, *, from_start: bool = True, with_actors: bool = False
+    pool: Pool, record: JobRecord, *, with_actors: bool = False
 ) -> AsyncGenerator[Update, None]:
     """Yield metrics and events of a run in order, and its record after each change.
 
@@ -38,7 +38,7 @@ async def follow_run(
     removed.
     """
     broker = pool.broker
-    follower = _Follower(pool, record, from_start)
+    follower = _Follower(pool, record)
     removals = (
         broker.on_disconnect(follower.report_broker_away),
         broker.on_reconnect(follower.report_broker_back),
@@ -67,11 +67,10 @@ async def follow_run(
 class _Follower:
     """The readers of feed, record and heartbeats, and the queue that they fill."""
 
-    def __init__(self, pool: Pool, record: JobRecord, from_start: bool) -> None:
+    def __init__(self, pool: Pool, record: JobRecord) -> None:
         self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue(_QUEUE_LENGTH)
         self._pool = pool
         self._record = record
-        self._from_start = from_start
         self._last_message_at = time.monotonic()
         self._is_away = False
         self._is_over, self._has_read_all = asyncio.Event(), asyncio.Event()
@@ -116,7 +115,6 @@ class _Follower:
             self._pool.broker,
             self._record.scope,
             ("metric", "event"),
-            from_start=self._from_start,
             stop=self._is_over,
         )
         async with aclosing(feed) as messages:
@@ -159,7 +157,6 @@ class _Follower:
 
 REWARD = "training_step_reward"
 LOSS = "actor/pg_loss"
-VALIDATION = "val/mean_score"
 SUCCESS = "game/success_rate"
 VALIDATED_SUCCESS = "val/success_rate"
 _RECENT_STEPS = 10
@@ -181,6 +178,8 @@ class RunProgress:
     _scores: dict[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
     values: dict[str, float] = field(default_factory=dict[str, float])
     bottleneck: str = ""
+    num_unlearnt: int = 0
+    """Training steps whose gradient was 0 because all groups had equal rewards."""
     event: Event | None = None
     phases: dict[str, int] = field(default_factory=dict[str, int])
     """Running episodes by phase; empty before the first heartbeat."""
@@ -235,6 +234,16 @@ class RunProgress:
             "in the environment": max(opened - generating - queued, 0),
         }
 
+    @property
+    def unlearnt(self) -> str:
+        """Describe the steps of an ended run that changed nothing; empty if most of them did."""
+        if not self.ended or 2 * self.num_unlearnt <= len(self.rewards):
+            return ""
+        return (
+            f"{self.num_unlearnt} of {len(self.rewards)} steps learnt nothing: all groups had "
+            f"equal rewards. {WHY_EQUAL}"
+        )
+
     def add_metric(self, metric: Metric) -> bool:
         """Add the metrics of a step; return whether it is a new training step."""
         self.values.update(metric.values)
@@ -247,6 +256,7 @@ class RunProgress:
         reward = metric.values.get(LOSS if self.measure == "loss" else REWARD)
         if reward is None:
             return False
+        self.num_unlearnt += metric.is_unlearnt and metric.step not in self.rewards
         self.rewards[metric.step] = reward
         self._times[metric.step] = metric.time
         if len(self._times) > _RECENT_STEPS + 1:
@@ -270,6 +280,10 @@ class RunProgress:
     def last_validation(self) -> tuple[int, float] | None:
         """Return step and score of the newest validation."""
         return max(self.validation.items(), default=None)
+
+    def validation_text(self, step: int) -> str:
+        """Return the score of a validation, and how many episodes are missing from it."""
+        return self._scores[step].text
 
     def best_validation(self) -> tuple[int, float] | None:
         """Return step and score of the best validation, as `RUN@best` is chosen."""

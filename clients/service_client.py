@@ -5,9 +5,8 @@ it to its end. If the client dies, the run continues, and calling `fit` again at
 """
 
 import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -258,11 +257,6 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         )
 
 
-def _ignore_wait(_: str) -> AbstractContextManager[None]:
-    """Do not display waits: they are logged."""
-    return contextlib.nullcontext()
-
-
 async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -> dict[str, float]:
     """Log every metric until the run ends; return those of the last training step.
 
@@ -274,7 +268,7 @@ async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -
             if isinstance(update, Metric):
                 for tracker in trackers:
                     log = in_thread(tracker.log, update.values, update.step)
-                    await with_room(log, f"metrics of step {update.step}", _ignore_wait)
+                    await with_room(log, f"metrics of step {update.step}")
                 last = dict(update.values) if REWARD in update.values or not last else last
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
                 raise job_failure(update)

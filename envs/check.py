@@ -364,15 +364,11 @@ def _signature(tool: dict[str, Any]) -> str:
 
 
 def _type_name(schema: Any) -> str:
-    fields = _fields_of(schema)
+    fields = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
     if "enum" in fields:
         return "|".join(map(str, fields["enum"]))
     kind: Any = fields.get("type", "any")
     return "|".join(map(str, cast("list[Any]", kind))) if isinstance(kind, list) else str(kind)
-
-
-def _fields_of(schema: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
 
 
 def _is_same(first: PlayedEpisode | StepResult, second: PlayedEpisode | StepResult) -> bool:

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
@@ -506,26 +506,6 @@ if __name__ == "__main__":
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
 
-class RowFile(Protocol):
-    """Rows of one file, by their number."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        """Decode one row; DataError with file, row and column for one that cannot be read."""
-        ...
-
-    def columns(self) -> list[str]:
-        """Return the column names of the first row."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
 class Dataset:
     """The rows of one or more files, in the files' order or in that of a seed."""
 
@@ -611,7 +591,7 @@ def is_dataset_name(path: Path) -> bool:
 
 def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
-) -> RowFile:
+) -> "_JsonLines | _Parquet | TaskFolders":
     if (source := TaskSource.parse(str(path))) is not None:
         return TaskFolders(source)
     if not path.is_file():

@@ -201,7 +201,10 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     if not math.isfinite(reward):
         _refuse(game, "step's reward", reward, "a finite number")
     if type(done) is not bool:
-        done = _truth(game, done)
+        is_numpys = getattr(done, "dtype", None) == "bool" and done.shape == ()
+        if not (isinstance(done, bool) or is_numpys):
+            _refuse(game, "step's done", done, "a bool")
+        done = bool(cast("bool", done))
     if not isinstance(fields.role, str) or fields.role not in ("user", "tool"):
         _refuse(game, "step's role", fields.role, "user or tool")
     results = _tool_results(game, fields) if fields.tool_results else []
@@ -264,13 +267,6 @@ def _number(game: AbstractGame, what: str, value: Any) -> float:
         return float(cast("float", value))
     except OverflowError:
         _refuse(game, what, value, "a number that a float can hold")
-
-
-def _truth(game: AbstractGame, value: Any) -> bool:
-    is_numpys = getattr(value, "dtype", None) == "bool" and value.shape == ()
-    if not (isinstance(value, bool) or is_numpys):
-        _refuse(game, "step's done", value, "a bool")
-    return bool(cast("bool", value))
 
 
 @contextlib.contextmanager

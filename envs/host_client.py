@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from ..broker.client.rpc import call
 from ..broker.jetstream.direct_get import RequestBatcher
 from ..schemas import env
 from ..schemas.config.job import EnvConfig
+from ..schemas.local.disk import Waiting
 from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ..schemas.wire.subjects import JobScope
@@ -39,7 +39,6 @@ _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 T = TypeVar("T")
 Action = tuple[str, int, str, bool]
 """Episode, turn, text, and whether the episode ends early."""
-Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,11 @@ class Environments:
     """
 
     def __init__(
-        self, broker: Broker, scope: JobScope, config: EnvConfig, waiting: Waiting
+        self,
+        broker: Broker,
+        scope: JobScope,
+        config: EnvConfig,
+        waiting: Waiting = contextlib.nullcontext,
     ) -> None:
         self._broker = broker
         self._scope = scope

@@ -78,46 +78,32 @@ class StepAnswer:
     def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
         """At most `most` bytes of one action's answer are sent."""
         self._most = most
-        self._observations: list[str | None] = []
-        self._rewards: list[float] = []
-        self._done: list[bool] = []
-        self._infos: list[dict[str, Any]] = []
-        self._roles: list[Literal["user", "tool"]] = []
-        self._tool_results: list[list[str]] = []
+        self._results: list[StepResult | None] = []
         self._failed: list[FailedStep] = []
-        self._timed_out: list[int] = []
         self._num_bytes = 0
 
     def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
         """Add the next action: the game's answer, or the error that refused it."""
-        result = self._result(answer)
-        self._roles.append(result.role if result else "user")
-        self._tool_results.append(result.tool_results if result else [])
-        if isinstance(result, TimedOut):
-            self._timed_out.append(len(self._observations))
-        if result is None:
-            self._observations.append(None)
-            self._rewards.append(0.0)
-            self._done.append(False)
-            self._infos.append({})
-        else:
-            self._observations.append("" if result.tool_results else result.observation)
-            self._rewards.append(result.reward)
-            self._done.append(result.done)
-            self._infos.append(result.info)
+        self._results.append(self._result(answer))
 
     def reply(self) -> StepReply:
         """Return the message."""
-        roles = self._roles if "tool" in self._roles else []
+        none = StepResult("", 0.0, done=False)
+        results = [result or none for result in self._results]
+        texts = [result.tool_results for result in results]
+        roles: list[Literal["user", "tool"]] = [result.role for result in results]
         return StepReply(
-            observations=self._observations,
-            rewards=self._rewards,
-            done=self._done,
-            infos=self._infos,
-            roles=roles,
-            tool_results=self._tool_results if any(self._tool_results) else [],
+            observations=[
+                None if result is None else "" if result.tool_results else result.observation
+                for result in self._results
+            ],
+            rewards=[result.reward for result in results],
+            done=[result.done for result in results],
+            infos=[result.info for result in results],
+            roles=roles if "tool" in roles else [],
+            tool_results=texts if any(texts) else [],
             failed=self._failed,
-            timed_out=self._timed_out,
+            timed_out=[n for n, result in enumerate(results) if isinstance(result, TimedOut)],
         )
 
     def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:
@@ -140,7 +126,7 @@ class StepAnswer:
             self._fail(GameError(f"an episode's answer cannot travel: {words_of(error)}"))
             return None
         self._num_bytes += num_bytes + _CONTAINER_BYTES * _num_containers(result.info)
-        return None if self._num_bytes > MAX_BYTES and self._observations else result
+        return None if self._num_bytes > MAX_BYTES and self._results else result
 
     def _fitting(self, result: StepResult) -> tuple[StepResult, int]:
         """Return an answer that fits one message, its `info` cut if necessary, and its bytes.
@@ -159,7 +145,7 @@ class StepAnswer:
         return result, text_bytes + info_bytes
 
     def _fail(self, error: BaseException) -> None:
-        self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
+        self._failed.append(FailedStep(index=len(self._results), error=_told(error)))
 
 
 def _error_of(answer: "asyncio.Future[Any]") -> BaseException | None:

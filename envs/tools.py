@@ -292,7 +292,8 @@ class _Check:
         allowed = _listed(fields.get("type")) or [fields.get("type")]
         if not any(_is_of(value, name) for name in allowed):
             types = " or ".join(map(str, allowed))
-            yield f"{place}{shown(value)} is of type {_type_of(value)}, it must be {types}"
+            actual = next(name for name in _TYPES if _is_of(value, name))
+            yield f"{place}{shown(value)} is of type {actual}, it must be {types}"
         elif isinstance(value, dict):
             yield from self._in_map(cast("dict[str, Any]", value), place, fields, depth)
         elif isinstance(value, list):
@@ -304,7 +305,7 @@ class _Check:
         """Yield the problems with the references, combinations and choices of a schema."""
         others = _listed(fields.get("allOf"))
         if "$ref" in fields:
-            others = [*others, self._referred(fields["$ref"])]
+            others = [*others, _referred(self._root, str(fields["$ref"]))]
         for schema in others:
             yield from self.problems(value, place, schema, depth + 1)
         for key in ("anyOf", "oneOf"):
@@ -336,20 +337,17 @@ class _Check:
             inner = f"{place.removesuffix(': ')}.{name}: "
             yield from self.problems(item, inner, properties.get(name, others), depth + 1)
 
-    def _referred(self, reference: Any) -> Any:
-        """Return the schema of a local reference; None for another."""
-        schema: Any = self._root
-        for part in str(reference).removeprefix("#/").split("/"):
-            schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
-        return schema
+
+def _referred(root: Any, reference: str) -> Any:
+    """Return the schema of a local reference; None for another."""
+    schema = root
+    for part in filter(None, reference.removeprefix("#").split("/")):
+        schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def _listed(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _type_of(value: Any) -> str:
-    return next(name for name in _TYPES if _is_of(value, name))
 
 
 def _is_of(value: Any, name: Any) -> bool:
@@ -466,10 +464,7 @@ def example_of(schema: Any, root: Any = None, depth: int = _EXAMPLE_DEPTH) -> An
     root = fields if root is None else root
     reference = fields.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        target: Any = root
-        for part in filter(None, reference[1:].split("/")):
-            target = cast("Schema", target).get(part) if isinstance(target, Mapping) else None
-        return example_of(target, root, depth - 1)
+        return example_of(_referred(root, reference), root, depth - 1)
     for key in ("const", "default"):
         if fields.get(key) is not None:
             return fields[key]

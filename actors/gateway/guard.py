@@ -58,7 +58,7 @@ class Guard:
         started = time.perf_counter()
         status = 500
         held = scope[HELD] = contextlib.ExitStack()
-        largest = _largest(scope)
+        largest = MAX_PROGRAM_BYTES if is_of_program(scope) else max_body_bytes(scope["path"])
         num_bytes = 0
 
         async def receive_bounded() -> Message:
@@ -110,11 +110,6 @@ class Guard:
             if _same_origin(headers, host)
             else _refuse("the request comes from a page of another site")
         )
-
-
-def _largest(scope: Scope) -> int:
-    """Return the size of the largest body; endpoints of programs have lower bounds."""
-    return MAX_PROGRAM_BYTES if is_of_program(scope) else max_body_bytes(scope["path"])
 
 
 def _same_origin(headers: Headers, host: str) -> bool:

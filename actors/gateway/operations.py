@@ -207,15 +207,7 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
 async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
     """Submit a job; raises ConfigError and the scheduler's errors."""
     config, _ = await checked_config(scheduler.share, body)
-    return await scheduler.submit(
-        config,
-        kind=body.kind,
-        fork_of=body.fork_of,
-        weights_only=body.weights_only,
-        adapters=body.adapters,
-        priority=body.priority,
-        request_id=body.request_id,
-    )
+    return await scheduler.submit(config, **body.model_dump(exclude={"config", "overrides"}))
 
 
 async def serve_checkpoint(scheduler: Scheduler, record: JobRecord, step: int) -> JobRecord:

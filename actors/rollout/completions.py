@@ -17,7 +17,6 @@ from ...broker.client.parts import Tell
 from ...schemas.generation import Decoding, Delta, TextRequest
 from ...schemas.infer import ChatRequest, CompletionRequest, InferPart, PromptScore
 from ...schemas.model_apis.canonical import THINK, pictures_of
-from ...schemas.model_apis.request import history_of
 from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation, OnToken, PromptScores, Sampling
@@ -126,11 +125,18 @@ class Answers:
         *,
         max_context: int,
         max_open: int,
+        grammars: OutputGrammars | None = None,
+        user: str = "",
     ) -> None:
-        """`max_open` is the maximum number of choices that are generated or queued."""
+        """Answer one user, or the callers of one job.
+
+        `max_open` is the maximum number of choices that are generated or queued; `grammars` are
+        those of `chat` if others answer with it, too.
+        """
         self._engine = engine
         self._chat = chat
-        self._grammars = OutputGrammars(chat)
+        self._grammars = grammars or OutputGrammars(chat)
+        self._user = user
         self._model_name = model_name
         self._max_context = max_context
         self._max_open = max_open
@@ -143,9 +149,9 @@ class Answers:
     def _render(self, request: ChatRequest) -> _Prompt:
         """Return the prompt of a conversation, rendered as in an episode."""
         chat = self._chat.at(time.time())
-        history = facts_of(self._chat).shaped(history_of(request))
+        history = facts_of(self._chat).shaped(request.messages)
         ids = HistoryRenderer(chat).whole(history, request.tools).tolist()
-        images = tuple(picture.encoded for picture in pictures_of(history))
+        images = tuple(pictures_of(history))
         return _Prompt(ids, images, opened=chat.opened(ids))
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
@@ -229,7 +235,7 @@ class Answers:
             return None
         tools = request.tools if isinstance(request, ChatRequest) else ()
         thinking = any(prompt.opened.startswith(THINK) for prompt in prompts)
-        return await self._grammars.of(required, tools, thinking=thinking)
+        return await self._grammars.of(required, tools, thinking=thinking, user=self._user)
 
     async def _score(
         self,

@@ -81,31 +81,20 @@ async def run(
 ) -> None:
     """Schedule until `context.stopping` is set, requesting `machines` as the queue needs them."""
     async with request_connection(context.broker, context.stopping) as requests:
-        if requests is not None:
-            await _schedule(context, requests, timing, keeping, machines)
-
-
-async def _schedule(
-    context: ActorContext,
-    requests: Broker,
-    timing: Timing,
-    keeping: RetentionLimits,
-    machines: MachinesConfig,
-) -> None:
-    while not context.stopping.is_set():
-        lease = LeaderLease(context.broker, timing)
-        context.set_state("waiting")
-        with context.waiting("the lease of another scheduler"):
-            if not await lease.acquire(context.stopping):
-                return
-        context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
-        context.set_state("working")
-        try:
-            await _lead(context, requests, lease, timing, keeping, machines)
-        except* FencedError as group:
-            context.log.warning("lease_lost", error=str(group.exceptions[0]))
-        else:
-            await _release(context, lease)
+        while requests is not None and not context.stopping.is_set():
+            lease = LeaderLease(context.broker, timing)
+            context.set_state("waiting")
+            with context.waiting("the lease of another scheduler"):
+                if not await lease.acquire(context.stopping):
+                    return
+            context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
+            context.set_state("working")
+            try:
+                await _lead(context, requests, lease, timing, keeping, machines)
+            except* FencedError as group:
+                context.log.warning("lease_lost", error=str(group.exceptions[0]))
+            else:
+                await _release(context, lease)
 
 
 async def _lead(

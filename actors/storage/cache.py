@@ -28,7 +28,7 @@ from ...schemas.job import JobRecord
 from ...schemas.model_catalogue import cache_folder, find_model
 from ...schemas.wire.errors import ModelError, StorageError
 from .files import is_state
-from .stores import StoredObject, Stores, UrlStore, fetch_tree
+from .stores import Stores, UrlStore, fetch_tree
 
 BYTES_VARIABLE = "TINKERMQ_CACHE_BYTES"
 """Environment variable of nodes with the bound of the cache."""
@@ -234,17 +234,13 @@ def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = 
             f"there are no files of a model at {url}",
             hint="check its spelling, and which bucket the pool's machines reach",
         )
-    content = _key(store.url, files)
+    content = hashlib.sha256(repr([store.url, *(file[:3] for file in files)]).encode()).hexdigest()
     if not _caches:
         _caches.append(FolderCache.of_machine())
     num_bytes = sum(file.num_bytes for file in files)
     place = _caches[0].hold(content, num_bytes, lambda target: fetch_tree(store, "", files, target))
     _fetched[str(place)] = url
     return str(place)
-
-
-def _key(url: str, files: list[StoredObject]) -> str:
-    return hashlib.sha256(repr([url, *(file[:3] for file in files)]).encode()).hexdigest()
 
 
 def url_of(folder: str) -> str | None:

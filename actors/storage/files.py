@@ -102,7 +102,8 @@ def read_table(folder: Path) -> dict[str, str]:
 def _required(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield name and digest of each required file."""
     for name, digest in read_table(folder).items():
-        if not _is_left_out(folder, Path(name)):
+        parents = [parent for parent in Path(name).parents if parent.name == _LEFT_OUT]
+        if all((folder / parent).exists() for parent in parents):
             yield name, digest
 
 
@@ -113,11 +114,6 @@ def _self_of(body: str) -> str:
 def is_state(name: str) -> bool:
     """Whether a file belongs to the learner's state, which copies may lack."""
     return _LEFT_OUT in PurePosixPath(name).parts[:-1]
-
-
-def _is_left_out(folder: Path, name: Path) -> bool:
-    parents = [parent for parent in name.parents if parent.name == _LEFT_OUT]
-    return any(not (folder / parent).exists() for parent in parents)
 
 
 def read_file(folder: Path, name: str) -> bytes:

@@ -275,7 +275,7 @@ class _Endpoint:
     async def take_turn(self, request: Request) -> None:
         """Answer in the user's turn; refuse at once if the user has too many requests."""
         assert self._share is not None
-        if not self._is_behind:
+        if not (self.micro.done() and is_behind(self.micro.result().subscription)):
             await self._share.give_way()
         user, num_bytes = caller_of_rpc(request.subject), len(request.data)
         if num_bytes > self._request_model.max_bytes:  # it would occupy memory while waiting
@@ -297,11 +297,6 @@ class _Endpoint:
         payload, headers = error_reply(error.code, error.message, error.hint)
         await self._count(0, headers)
         await self._send(request, payload, headers)
-
-    @property
-    def _is_behind(self) -> bool:
-        """Whether so many requests of all users are pending that further ones would be dropped."""
-        return self.micro.done() and is_behind(self.micro.result().subscription)
 
     async def answer(self, request: Request) -> None:
         """Handle one request; its errors are answered or logged, never raised."""

@@ -284,12 +284,6 @@ class StreamReader:
         """The number of reads, and the number of the last read that reached the end."""
         self._was_whole = asyncio.Event()
 
-    @property
-    def next_seq(self) -> int:
-        """The sequence behind the last one read; the reader must be started."""
-        assert self._next_seq is not None, "the reader was not started"
-        return self._next_seq
-
     async def start(self) -> None:
         """Fix the position now, so that later messages are not missed.
 
@@ -335,7 +329,10 @@ class StreamReader:
             if ahead is not None:
                 ahead.cancel()
                 await asyncio.wait({ahead})
-            await self._close()
+            listening, self._listening = self._listening, []
+            for subscription in listening:
+                await subscription.stop()
+            await self._inbox.close()
 
     async def catch_up(self) -> None:
         """Wait until the iterating task has received all messages stored by now."""
@@ -365,9 +362,3 @@ class StreamReader:
 
     def _note_message(self, _: Msg) -> None:
         self._sign.set()
-
-    async def _close(self) -> None:
-        listening, self._listening = self._listening, []
-        for subscription in listening:
-            await subscription.stop()
-        await self._inbox.close()

@@ -94,30 +94,30 @@ class Bucket(Generic[M]):
         except DamagedEntry:
             return None
 
-    async def put(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
+    async def put(self, key: str, value: M) -> int:
         """Write a key, whatever its present value; return the revision."""
-        return await self._swap(key, value.to_bytes(), None, _ttl_header(ttl_s))
+        return await self._swap(key, value.to_bytes(), None)
 
-    async def create(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
+    async def create(self, key: str, value: M) -> int:
         """Write a new key; return the revision.
 
         Raises ConflictError if it exists.
         """
         payload = value.to_bytes()
         try:
-            return await self._swap(key, payload, 0, _ttl_header(ttl_s))
+            return await self._swap(key, payload, 0)
         except ConflictError:
             newest = await self._last(key)
             if newest is None or not _is_deleted(newest):
                 raise self._conflict(key, "it is there already") from None
-            return await self._swap(key, payload, newest.seq, _ttl_header(ttl_s))
+            return await self._swap(key, payload, newest.seq)
 
-    async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
+    async def update(self, key: str, value: M, revision: int) -> int:
         """Write a key that is still at `revision`; return the new revision.
 
         Raises ConflictError if another writer was first.
         """
-        return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
+        return await self._swap(key, value.to_bytes(), revision)
 
     async def change(self, key: str, change: Callable[[M | None], M]) -> Entry[M]:
         """Replace a value by `change` of it; repeat this after conflicts; return the stored value.
@@ -144,7 +144,7 @@ class Bucket(Generic[M]):
 
         Raises ConflictError if another writer was first.
         """
-        headers = {OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
+        headers = {OPERATION: "DEL", TTL: f"{_TOMBSTONE_TTL_S}s"}
         await self._swap(key, b"", revision, headers)
 
     async def purge(self, key: str) -> None:
@@ -235,7 +235,11 @@ class Bucket(Generic[M]):
         )
 
     async def _swap(
-        self, key: str, payload: bytes, revision: int | None, headers: dict[str, str]
+        self,
+        key: str,
+        payload: bytes,
+        revision: int | None,
+        headers: dict[str, str] | None = None,
     ) -> int:
         """Write if the key is at `revision` (None: at any); return the new one."""
         subject, deadline_s = self._subject(key), self._deadline_s
@@ -295,10 +299,6 @@ def _tell_once(bucket: str, key: str, error: str) -> None:
 
 def _is_deleted(message: StoredMessage) -> bool:
     return OPERATION in message.headers or "Nats-Marker-Reason" in message.headers
-
-
-def _ttl_header(ttl_s: int | None) -> dict[str, str]:
-    return {} if ttl_s is None else {TTL: f"{ttl_s}s"}
 
 
 # Wait for writes to keys of a bucket, without a consumer or polling.

@@ -92,7 +92,7 @@ class BulkLink:
             ) from error
 
     def _open(self) -> None:
-        with _as_lost():
+        with _AsLost():
             url = self._broker.nc.connected_url
             if url is None or url.hostname is None:
                 raise ConnectionLost("not connected", hint="try again")
@@ -122,14 +122,14 @@ class BulkLink:
 
     def publish(self, subject: str, payload: "bytes | memoryview", reply: str) -> None:
         """Send one message; `payload` is not copied."""
-        with _as_lost():
+        with _AsLost():
             self._send(b"PUB %s %s %d\r\n" % (subject.encode(), reply.encode(), len(payload)))
             self._send(payload)
             self._send(b"\r\n")
 
     def next(self) -> Incoming:
         """Wait for the next message; `read` or `read_into` must then read its payload."""
-        with _as_lost():
+        with _AsLost():
             while True:
                 words = self._line().split(b" ")
                 if words[0] == b"HMSG":
@@ -147,7 +147,7 @@ class BulkLink:
 
     def read_into(self, target: memoryview) -> None:
         """Read the payload into memory of its size."""
-        with _as_lost():
+        with _AsLost():
             here = min(self._end - self._start, len(target))
             target[:here] = self._view[self._start : self._start + here]
             self._start += here
@@ -203,10 +203,6 @@ class BulkLink:
         if denied := faults.denied_subject(error):
             return faults.denied(self._broker.user, *denied)
         return faults.refused(self._broker.url, self._broker.user, error)
-
-
-def _as_lost() -> "_AsLost":
-    return _AsLost()
 
 
 class _AsLost:

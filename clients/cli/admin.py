@@ -243,7 +243,7 @@ def audit(*, last: int = 50, common: Common = COMMON) -> int:
         columns = ("when", "who", "what", "whom", "outcome", "detail")
         rows = [
             [
-                _moment(record.time),
+                datetime.fromtimestamp(record.time, UTC).strftime("%Y-%m-%d %H:%M:%S"),
                 record.who,
                 record.what,
                 record.target,
@@ -317,10 +317,6 @@ def _bound(number: int | None) -> str:
 
 def _day(moment: float | None) -> str:
     return "never" if moment is None else datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d")
-
-
-def _moment(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 # `tinkermq init`: the secrets of a pool with authentication, and its first admin.

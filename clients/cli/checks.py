@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE
-from typing import IO, Any
+from typing import Any
 
 from ...envs.check import Exchange, conversations, game_checks, has_gold
 from ...envs.data import ChatData
@@ -123,19 +123,15 @@ def run_process(
             )
             yield failed_check(name, late)
         elif not is_complete:
-            reason = _last_line(log, process.returncode)
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"exit code {process.returncode}"
             yield failed_check(name, error(f"its checks ended early: {reason}"))
 
 
 def _end_late(process: subprocess.Popen[bytes], is_late: threading.Event) -> None:
     is_late.set()
     process.kill()
-
-
-def _last_line(log: IO[bytes], code: int) -> str:
-    log.seek(0)
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {code}"
 
 
 def can_check_model(config: JobConfig) -> bool:

@@ -247,8 +247,6 @@ def _task(word: str) -> int:
 # `tinkermq eval` and `tinkermq replay`.
 
 IDENTICAL, DIFFERENT = 0, 1
-POLL_S = 0.5
-EVALUATION_DEADLINE_S = 3600.0
 
 
 def evaluate(

@@ -44,6 +44,7 @@ from .output import (
     print_json_line,
     print_note,
     print_plain,
+    print_result,
     print_table,
     print_text,
 )
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
     from ...schemas.control import ControlReply
-
-
-_START_POLL_S = 1.0
 
 
 def logs(
@@ -340,11 +338,13 @@ def profile(
         _print_memory(with_pool(common.nats_url, ask_for_memory), as_json=common.json)
         return 0
     if torch_profiler:
-        _print_files(with_pool(common.nats_url, trace), as_json=common.json)
-        return 0
+        files = with_pool(common.nats_url, trace)
+        return print_result({"files": files}, "\n".join(files), as_json=common.json)
     record, traces = with_pool(common.nats_url, read)
     if otlp is not None:
-        _send(record, traces, otlp)
+        spans = [span for trace in traces for span in spans_of(trace)]
+        send_spans(spans, otlp, {"tinkermq.run": record.name, "tinkermq.job": record.job})
+        print_note(f"sent {len(spans)} spans to {otlp}")
     measured = profile_of(traces)
     name = "" if record.state in FINAL_STATES else record.name
     advice = advise(measured, name, bound_key(record.config)) if traces else []
@@ -355,14 +355,6 @@ def profile(
     else:
         _print_profile(measured, advice)
     return 0
-
-
-def _print_files(files: list[str], *, as_json: bool) -> None:
-    if as_json:
-        print_json({"files": files})
-        return
-    for file in files:
-        print_plain(file)
 
 
 _PROCESS = (("resident", "in memory"), ("peak", "peak"), ("shared_memory", "of it shared"))
@@ -388,13 +380,6 @@ def _print_memory(replies: Mapping[str, "ControlReply"], *, as_json: bool) -> No
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f}"
-
-
-def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:
-
-    spans = [span for trace in traces for span in spans_of(trace)]
-    send_spans(spans, url, {"tinkermq.run": record.name, "tinkermq.job": record.job})
-    print_note(f"sent {len(spans)} spans to {url}")
 
 
 def _document(record: JobRecord, profile: Profile, advice: list[Advice]) -> dict[str, Any]:

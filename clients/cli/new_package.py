@@ -57,37 +57,19 @@ def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) 
     into
         Parent folder of the new folder.
     """
-    folder = write_agent(name, kind, into)
-    print_plain(f"made {folder}")
     steps = {
-        f"cd {shlex.quote(str(folder))}": "the agent",
         "tinkermq agent check agent.yaml": "run it against a scripted model",
         "make train": "let a tiny model learn to use the tool, in some minutes",
         "tinkermq train agent.yaml": "train a model under it",
     }
-    _print_steps(steps)
-    return 0
+    return _report(write_agent(name, kind, into), "the agent", steps)
 
 
 def write_agent(name: str, kind: AgentKind, into: Path) -> Path:
     """Write an agent into a new folder of `into`; return it. Raises ConfigError."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is not a valid name for an agent",
-            hint="use lower-case letters and digits, with hyphens between words: file-finder",
-        )
-    folder = into / name
-    if folder.exists():
-        raise ConfigError(
-            f"{folder} already exists", hint="choose another name, or remove it first"
-        )
+    folder = _new_folder(name, into, "an agent", "file-finder")
     words = {"name": name, "client": _CLIENTS[kind]}
-    templates = files("tinkermq.clients") / "new_agent"
-    for source, place in {**_PLACES, f"{kind}.py": _PROGRAM}.items():
-        file = folder / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = (templates / f"{source}.in").read_text(encoding="utf-8")
-        file.write_text(Template(text).substitute(words), encoding="utf-8")
+    _fill(folder, "new_agent", {**_PLACES, f"{kind}.py": _PROGRAM}, words)
     return folder
 
 
@@ -212,11 +194,8 @@ def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
 
 
 def _new_game(name: str, kind: GameKind, into: Path) -> int:
-    folder = write_package(name, into, kind)
-    print_plain(f"made {folder}")
     needs_data = {f"python -m {name.replace('-', '_')}.make_data": "make its pictures"}
     steps = {
-        f"cd {shlex.quote(str(folder))}": "the package",
         "pip install -e '.[test]'": "register the game",
         **(needs_data if kind == "vision" else {}),
         "pytest": "its own test",
@@ -225,8 +204,7 @@ def _new_game(name: str, kind: GameKind, into: Path) -> int:
         "make train": "let a tiny model learn it, in two minutes",
         "tinkermq train train.yaml": "train a model on it",
     }
-    _print_steps(steps)
-    return 0
+    return _report(write_package(name, into, kind), "the package", steps)
 
 
 _ENVIRONMENT_PLACES: Mapping[EnvironmentKind, Mapping[str, str]] = {
@@ -260,69 +238,70 @@ _SERVE = {
 
 
 def _new_environment(name: str, kind: EnvironmentKind, into: Path) -> int:
-    folder = write_environment(name, into, kind)
-    print_plain(f"made {folder}")
     install = _SERVE if kind == "openenv" else {"pip install -e .": "install it"}
     steps = {
-        f"cd {shlex.quote(str(folder))}": "the environment",
         **install,
         "tinkermq env check train.yaml": "see its tools, and that it plays",
         "tinkermq train train.yaml": "train a model on it",
     }
-    _print_steps(steps)
-    return 0
+    return _report(write_environment(name, into, kind), "the environment", steps)
 
 
 def write_environment(name: str, into: Path, kind: EnvironmentKind) -> Path:
     """Write an environment into a new folder of `into`; return it. Raises ConfigError."""
-    module = name.replace("-", "_")
-    folder = _new_folder(name, module, into)
+    folder, module = _new_package(name, into)
     words = {
         "name": name,
         "module": module,
         "folder": str(folder.absolute()),
         "class_name": _class_name(module),
     }
-    templates = files("tinkermq.clients") / "new_environment" / kind
-    for source, place in {**_ENVIRONMENT_PLACES[kind], **_OF_ALL}.items():
-        file = folder / place.format(module=module)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = (templates / f"{source}.in").read_text(encoding="utf-8")
-        file.write_text(Template(text).substitute(words), encoding="utf-8")
+    _fill(folder, f"new_environment/{kind}", {**_ENVIRONMENT_PLACES[kind], **_OF_ALL}, words)
     return folder
 
 
 def write_package(name: str, into: Path, kind: GameKind = "dataset") -> Path:
     """Write the package of a game into a new folder of `into`; return it. Raises ConfigError."""
-    module = name.replace("-", "_")
-    folder = _new_folder(name, module, into)
+    folder, module = _new_package(name, into)
     words = {"name": name, "module": module, "class_name": f"{_class_name(module)}Game"}
-    templates = files("tinkermq.clients") / "new_game"
     words |= _KINDS[kind].words(module)
-    for room, places in (("common", _COMMON), (kind.replace("-", "_"), _OF_KIND)):
-        for source, place in places.items():
-            template = templates / room / f"{source}.in"
-            if template.is_file():
-                file = folder / place.format(module=module)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                text = template.read_text(encoding="utf-8")
-                file.write_text(Template(text).substitute(words), encoding="utf-8")
+    _fill(folder, "new_game/common", _COMMON, words)
+    _fill(folder, f"new_game/{kind.replace('-', '_')}", _OF_KIND, words)
     return folder
+
+
+def _fill(folder: Path, room: str, places: Mapping[str, str], words: Mapping[str, str]) -> None:
+    """Write the templates of a folder of `clients/` that exist, filled with the words."""
+    for source, place in places.items():
+        template = files("tinkermq.clients") / room / f"{source}.in"
+        if template.is_file():
+            file = folder / place.format_map(words)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = template.read_text(encoding="utf-8")
+            file.write_text(Template(text).substitute(words), encoding="utf-8")
 
 
 def _class_name(module: str) -> str:
     return "".join(part.capitalize() for part in module.split("_"))
 
 
-def _print_steps(steps: Mapping[str, str]) -> None:
+def _report(folder: Path, what: str, steps: Mapping[str, str]) -> int:
+    """Print what was made, and the commands that follow with what each does."""
+    print_plain(f"made {folder}")
+    steps = {f"cd {shlex.quote(str(folder))}": what, **steps}
     width = max(map(len, steps))
     for step, meaning in steps.items():
         print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+    return 0
 
 
-def _new_folder(name: str, module: str, into: Path) -> Path:
-    """Return the folder for a new package; ConfigError if it exists."""
-    _check_name(name, module)
+def _new_folder(name: str, into: Path, what: str, example: str) -> Path:
+    """Return the folder for a new package; ConfigError if it exists, or the name is invalid."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a valid name for {what}",
+            hint=f"use lower-case letters and digits, with hyphens between words: {example}",
+        )
     folder = into / name
     if folder.exists():
         raise ConfigError(
@@ -331,12 +310,9 @@ def _new_folder(name: str, module: str, into: Path) -> Path:
     return folder
 
 
-def _check_name(name: str, module: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is not a valid name for a game",
-            hint="use lower-case letters and digits, with hyphens between words: word-chain",
-        )
+def _new_package(name: str, into: Path) -> tuple[Path, str]:
+    """Return folder and module of a new package; ConfigError if its name is taken."""
+    folder, module = _new_folder(name, into, "a game", "word-chain"), name.replace("-", "_")
     is_known = keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN
     if is_known or module in importlib.metadata.packages_distributions():
         raise ConfigError(
@@ -344,3 +320,4 @@ def _check_name(name: str, module: str) -> None:
         )
     if name in registered_games():
         raise ConfigError(f"there is a game {name} already", hint="choose another name")
+    return folder, module

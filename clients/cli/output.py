@@ -84,11 +84,11 @@ def print_json(value: Any) -> None:
 
 
 def print_result(value: Any, text: str, *, as_json: bool) -> int:
-    """Print the result of a command, as a JSON document or as one line; return its exit code."""
+    """Print the result of a command, as a JSON document or as plain text; return its exit code."""
     if as_json:
         print_json(value)
     else:
-        print_text(text)
+        print_plain(text)
     return 0
 
 

@@ -216,12 +216,13 @@ def _throughput(
 
 def _cells(row: dict[str, Any]) -> list[str]:
     total = f"/{row['total_steps']:.0f}" if row["total_steps"] else ""
+    failed = f" ({row['validation_failed']:.0f} failed)" if row["validation_failed"] else ""
     return [
         row["run"],
         row["state"],
         f"{row['step']}{total}" if row["trains"] else row["kind"],
         _number(row["reward"], ".3f"),
-        _number(row["validation"], ".3f"),
+        _number(row["validation"], ".3f") + failed,
         _number(row["tokens_per_s"], ",.0f"),
         str(row["slots"]),
         duration(row["age_s"]),
@@ -282,11 +283,7 @@ def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
         return await write_checkpoint(pool.broker, await pool.find(run))
 
     folder = with_pool(common.nats_url, work)
-    if common.json:
-        print_json({"folder": folder})
-    else:
-        print_plain(folder)
-    return 0
+    return print_result({"folder": folder}, folder, as_json=common.json)
 
 
 def pause(run: str, /, *, common: Common = COMMON) -> int:

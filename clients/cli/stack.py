@@ -212,7 +212,13 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
     log_path = logs / "supervisor.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tinkermq.clients.cli.supervisor", *options.arguments()],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "tinkermq.clients.cli.supervisor",
+                options.model_dump_json(),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,12 +1,11 @@
 """The process behind `tinkermq up`: broker, auth service, scheduler, node, gateway, kept alive.
 
-It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so that it
-outlives the terminal; `up` reads one line of JSON from its standard output: whether the stack has
-started. SIGTERM and SIGINT stop the children in order: node, scheduler, broker. If this process is
-killed the kernel kills its children.
+It runs by itself (`python -m tinkermq.clients.cli.supervisor OPTIONS`), in a session of its own, so
+that it outlives the terminal; `up` reads one line of JSON from its standard output: whether the
+stack has started. SIGTERM and SIGINT stop the children in order: node, scheduler, broker. If this
+process is killed the kernel kills its children.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -23,10 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import cast
 
-from ...broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
+from pydantic import BaseModel
+
+from ...broker.client.login import CREDENTIALS_VARIABLE, erase_login, without_secrets
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.nats_server import NatsServer
-from ...schemas.local.process import die_with, erase_variable
+from ...schemas.local.process import die_with
 from ...schemas.wire import errors
 from ..home import URL_VARIABLE, Home, StackState
 
@@ -173,9 +174,8 @@ SCHEDULER_STOP_S = 10.0
 MACHINES_STOP_S = 50.0
 
 
-@dataclass(frozen=True)
-class StackOptions:
-    """The options of `tinkermq up`."""
+class StackOptions(BaseModel, frozen=True):
+    """The options of `tinkermq up`, which its supervisor receives as JSON."""
 
     home: Path
     """Folder of the stack."""
@@ -199,24 +199,6 @@ class StackOptions:
     """Source of machines as the queue needs them; None: this machine is the only node."""
     gateway_port: int | None = None
     """Port of the dashboard, on loopback; 0 takes a free one, None starts none."""
-
-    def arguments(self) -> list[str]:
-        """Return the command line of a supervisor with these options."""
-        words = ["--home", str(self.home)]
-        for flag, value in (
-            ("--nats-url", self.nats_url),
-            ("--host", self.host),
-            ("--port", self.port),
-            ("--tls-cert", self.tls_cert),
-            ("--tls-key", self.tls_key),
-            ("--slots", self.slots),
-            ("--cpu-slots", self.cpu_slots),
-            ("--node", self.node),
-            ("--on", self.on),
-            ("--gateway-port", self.gateway_port),
-        ):
-            words += [flag, str(value)] if value is not None else []
-        return words
 
 
 @dataclass
@@ -302,7 +284,7 @@ class Supervisor:
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
-        inherited = without_secrets(os.environ)  # the key of the user who ran `up`
+        inherited = without_secrets(os.environ)  # of the user who ran `up`
         environment = {**inherited, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         if self.secrets.exist:
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
@@ -347,7 +329,8 @@ class Supervisor:
         if child.name != "gateway":
             return child.pid in live_pids
         assert self.gateway is not None
-        with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
+        host, _, port = self.gateway.rpartition("//")[2].rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
             return child.exit_code is None
         return False
 
@@ -471,11 +454,6 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _place(url: str) -> tuple[str, int]:
-    host, _, port = url.rpartition("//")[2].rpartition(":")
-    return host, int(port)
-
-
 async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
     """Return the process ids of the pool's actors that have a heartbeat."""
     from ...broker.client.connection import connect
@@ -489,11 +467,10 @@ async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
             return set()  # the scheduler creates the bucket
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run a supervisor; it writes one line to its parent once the stack is up or has failed."""
-    options = _parse(argv)
-    for name in OF_PERSONS:
-        erase_variable(name)
+    options = StackOptions.model_validate_json(sys.argv[1])
+    erase_login()
     try:
         Supervisor(options).run(lambda state: _write_line({"state": state.model_dump()}))
     except errors.TinkermqError as error:
@@ -512,22 +489,6 @@ def _fail(error: errors.TinkermqError) -> int:
     _log(str(error))
     _write_line({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
     return 1
-
-
-def _parse(argv: Sequence[str] | None) -> StackOptions:
-    parser = argparse.ArgumentParser(prog="python -m tinkermq.clients.cli.supervisor")
-    parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--nats-url")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--tls-cert", type=Path)
-    parser.add_argument("--tls-key", type=Path)
-    parser.add_argument("--slots", type=int)
-    parser.add_argument("--cpu-slots", type=int)
-    parser.add_argument("--node")
-    parser.add_argument("--on")
-    parser.add_argument("--gateway-port", type=int)
-    return StackOptions(**vars(parser.parse_args(argv)))
 
 
 def _write_line(message: dict[str, object]) -> None:

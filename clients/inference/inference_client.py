@@ -42,7 +42,9 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
     ModelError with suggestions.
     """
     if is_path(name):
-        return await _tinker_source(pool, name)
+        contexts = [offer.max_context for offer in await pool.trainers() if offer.max_context]
+        longest = min([DEFAULT_CONTEXT, *contexts])
+        return ModelSource(model_config(name, None, longest), fork_of=name)
     folder, run = _folder(name), name.partition("@")[0]
     if name in CATALOGUE and folder is None and not await pool.has_run(run):
         folder = _folder(find_model(name)) if validation.is_local_pool(pool.broker.url) else None
@@ -63,13 +65,6 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
 def _folder(name: str) -> Path | None:
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else None
-
-
-async def _tinker_source(pool: Pool, path: str) -> ModelSource:
-    """Return the submission that serves an adapter of a program written for Tinker."""
-    contexts = [offer.max_context for offer in await pool.trainers() if offer.max_context]
-    longest = min([DEFAULT_CONTEXT, *contexts])
-    return ModelSource(model_config(path, None, longest), fork_of=path)
 
 
 async def _run_source(pool: Pool, name: str) -> ModelSource:

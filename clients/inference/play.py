@@ -1,7 +1,6 @@
 """Play the episodes of an inference concurrently, and store their results."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -403,4 +402,4 @@ async def _store_results(file: ResultFile, result: EpisodeResult) -> None:
     async def add() -> None:
         file.add(result)
 
-    await with_room(add, f"the result of task {result.task}", lambda _: contextlib.nullcontext())
+    await with_room(add, f"the result of task {result.task}")

@@ -285,7 +285,7 @@ class _Inference:
                 f"job {record.name} has no game for the pool to host",
                 hint="give game_class, or on the command line --game",
             )
-        hosts = Environments(self._pool.broker, self._scope, config, _unnamed)
+        hosts = Environments(self._pool.broker, self._scope, config)
         num_val = (await hosts.describe()).num_val
         chosen = chosen_tasks(tasks, num_val, most)
         return Tasks("val", chosen, bool(config.val_data), int(record.config.get("seed", 0)), True)
@@ -349,7 +349,3 @@ class _Inference:
             token_ids=episode.token_ids.tolist() if self._options.token_ids else None,
             mask=episode.mask.tolist() if self._options.token_ids else None,
         )
-
-
-def _unnamed(_: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()

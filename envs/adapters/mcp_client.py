@@ -132,7 +132,7 @@ class McpSession:
             async with asyncio.timeout(limit_s):
                 answer = await self._channel.request(message)
         except TimeoutError as error:
-            if not self._goes_on:
+            if not self.is_shared or self._server.command:  # over HTTP a session survives
                 self.close()
             call = f"{method} of {params['name']}" if "name" in params else method
             raise GameHung(
@@ -184,11 +184,6 @@ class McpSession:
             f"{self._who} answered {method} with {shown(answer)}, which is not a valid answer",
             hint="see the server: its answers must be as MCP defines them",
         )
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the session stays usable after a call without an answer, as over HTTP."""
-        return self.is_shared and not self._server.command
 
     @property
     def _who(self) -> str:

@@ -62,7 +62,10 @@ class PolicyAgent:
                 hint="play environments that are one conversation with one agent",
             )
             raise self.refusal
-        trace = self._new_trace(task)
+        vf = self._vf
+        made = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = vf.AgentInfo(config=self.config, name=self._name)
+        trace = vf.Trace(task=made, state=vf.state.state_cls(type(task))(), agent=agent)
         invoke = self._vf.utils.decorators.invoke
         hooks = {"trace": trace, "runtime": None}
         await invoke(task.setup, hooks)
@@ -72,12 +75,6 @@ class PolicyAgent:
         await task.score(trace)
         trace.is_completed = trace.ok = True
         self.traces.append(trace)
-
-    def _new_trace(self, task: Any) -> Any:
-        vf = self._vf
-        made = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        agent = vf.AgentInfo(config=self.config, name=self._name)
-        return vf.Trace(task=made, state=vf.state.state_cls(type(task))(), agent=agent)
 
 
 class PolicyTurns:

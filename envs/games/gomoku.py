@@ -166,7 +166,10 @@ class GomokuGame(AbstractGame):
         if self._player is not None and not self._board.is_over:
             self._answer(self._player)
         if self._board.is_over:
-            return self._end()
+            winner = self._board.winner
+            self._outcome = "draw" if not winner else "win" if winner == self._mine else "loss"
+            reward = {"win": WIN, "loss": LOSS, "draw": DRAW}[self._outcome]
+            return self._over(reward, -reward)
         if self._steps[self._mine] >= self._max_steps:
             return self._time_out()
         if self._player is None:
@@ -201,12 +204,6 @@ class GomokuGame(AbstractGame):
     def _time_out(self) -> StepResult:
         self._outcome = "timeout"
         return self._over(TIMEOUT, TIMEOUT)
-
-    def _end(self) -> StepResult:
-        winner = self._board.winner
-        self._outcome = "draw" if not winner else "win" if winner == self._mine else "loss"
-        reward = {"win": WIN, "loss": LOSS, "draw": DRAW}[self._outcome]
-        return self._over(reward, -reward)
 
     def _over(self, reward: float, other: float) -> StepResult:
         """End the game; `other` is the other role's reward, if there is one."""

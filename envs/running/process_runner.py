@@ -172,7 +172,7 @@ class ProcessRunner:
         process = await self._home(episode)
         values = await self._send(process, verb, episode, (episode, *arguments))
         try:
-            result = _result(*values)
+            result = _result(values)
         except (TypeError, ValueError):
             self._forget(episode)
             raise self._broke_protocol("its answer to a step has another form") from None
@@ -374,30 +374,20 @@ class ProcessRunner:
             process.episodes.discard(episode)
 
 
-def _result(
-    observation: Any,
-    reward: Any,
-    done: Any,
-    info: Any,
-    role: Any,
-    rewards: Any,
-    tool_results: Any,
-) -> StepResult:
-    """Return a process's answer to a step; TypeError for one of another form."""
+_TYPES = (str, float, bool, dict, str, dict, list)
+"""Types of the fields of a StepResult."""
+
+
+def _result(values: Any) -> StepResult:
+    """Return a process's answer to a step; TypeError or ValueError for one of another form."""
+    result = StepResult(*values)
     if not (
-        isinstance(observation, str)
-        and isinstance(reward, float)
-        and isinstance(done, bool)
-        and isinstance(info, dict)
-        and role in ("user", "tool")
-        and isinstance(rewards, dict)
-        and isinstance(tool_results, list)
-        and all(isinstance(text, str) for text in cast("list[Any]", tool_results))
+        all(isinstance(value, kind) for value, kind in zip(values, _TYPES, strict=True))
+        and result.role in ("user", "tool")
+        and all(isinstance(text, str) for text in cast("list[Any]", result.tool_results))
     ):
         raise TypeError("not an answer to a step")
-    plain_info, by_role = cast("dict[str, Any]", info), cast("dict[str, float]", rewards)
-    texts = cast("list[str]", tool_results)
-    return StepResult(observation, reward, done, plain_info, role, by_role, texts)
+    return result
 
 
 def _signal_name(number: int) -> str:

@@ -214,12 +214,7 @@ class _Work(Call):
             self.error = game_failure("the game", self.verb, error)
 
     def finish(self) -> None:
-        if self.future.done():
-            return
-        if self.error is None:
-            self.future.set_result(self.outcome)
-        else:
-            self.future.set_exception(self.error)
+        _settle(self.future, self.outcome, self.error)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,7 @@ def _error_fields(error: TinkermqError) -> list[str]:
 
 def _answer(number: int, outcome: Any, error: Any) -> bytes:
     if isinstance(outcome, StepResult):
-        outcome = [
-            outcome.observation,
-            outcome.reward,
-            outcome.done,
-            outcome.info,
-            outcome.role,
-            outcome.rewards,
-            outcome.tool_results,
-        ]
+        outcome = [getattr(outcome, field.name) for field in fields(StepResult)]
     try:
         return pack([number, outcome, error])
     except MessageError as failure:

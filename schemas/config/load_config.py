@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -172,7 +172,10 @@ class _Builder:
             )
         tag = self._tag(event)
         if isinstance(event, yaml.ScalarEvent):
-            return self._read_scalar(event, tag, expected)
+            text, is_plain = str(event.value), not event.style
+            if tag in ("int", "float", "bool", "null"):
+                return core_value(text)
+            return _scalar(text, _kinds(expected)) if is_plain and not tag else text
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ConfigError(f"{self._what} nests deeper than {MAX_DEPTH} levels")
@@ -192,12 +195,6 @@ class _Builder:
                 hint="leave it out: values are texts, numbers, booleans, lists and maps",
             )
         return name
-
-    def _read_scalar(self, event: Any, tag: str, expected: Any) -> Any:
-        text, is_plain = str(event.value), not event.style
-        if tag in ("int", "float", "bool", "null"):
-            return core_value(text)
-        return _scalar(text, _kinds(expected)) if is_plain and not tag else text
 
     def _list(self, expected: Any) -> list[Any]:
         values: list[Any] = []
@@ -261,11 +258,7 @@ def _takes_text(kinds: Sequence[Any]) -> bool:
 
 
 def _is_container(kind: Any) -> bool:
-    return kind is Any or get_origin(kind) in (list, tuple, dict) or _is_model(kind)
-
-
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return kind is Any or get_origin(kind) in (list, tuple, dict) or _is_section(kind)
 
 
 def _type_of_item(expected: Any, number: int) -> Any:
@@ -280,8 +273,8 @@ def _type_of_item(expected: Any, number: int) -> Any:
 
 def _type_of_key(expected: Any, key: str) -> Any:
     for kind in _kinds(expected):
-        if _is_model(kind):
-            field = cast("type[BaseModel]", kind).model_fields.get(key)
+        if _is_section(kind):
+            field = kind.model_fields.get(key)
             return Any if field is None else field.annotation
         if get_origin(kind) is dict:
             return get_args(kind)[1]
@@ -352,8 +345,7 @@ def _drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None
         if values[key] is None:
             del values[key]
         elif isinstance(values[key], dict):
-            inner = cast("type[BaseModel]", field.annotation)
-            _drop_empty_sections(cast("dict[str, Any]", values[key]), inner)
+            _drop_empty_sections(cast("dict[str, Any]", values[key]), field.annotation)
 
 
 def apply_override(
@@ -410,12 +402,12 @@ def _may_be_mended(problem: ErrorDetails) -> bool:
         return True
     model: Any = JobConfig
     for part in problem["loc"]:
-        field = model.model_fields.get(part) if _is_section(model) else None
+        field = model.model_fields.get(str(part)) if _is_section(model) else None
         model = field.annotation if field is not None else None
     return problem["type"] == "value_error" and _is_section(model)
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
@@ -455,7 +447,7 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
                 f"unknown configuration key {prefix}{shown}", hint=_closest(shown, prefix)
             )
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if _is_section(inner):
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{key} is a section, got {reprlib.repr(value)}")
             _refuse_unknown(cast("dict[str, Any]", value), inner, f"{prefix}{key}.")
@@ -474,7 +466,7 @@ def all_keys(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, field in model.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if _is_section(inner):
             keys += all_keys(inner, f"{prefix}{name}.")
         else:
             keys.append(f"{prefix}{name}")

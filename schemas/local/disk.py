@@ -19,7 +19,7 @@ from .process import in_daemon_thread
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Waiting = Callable[[str], AbstractContextManager[None]]
+Waiting = Callable[[str], AbstractContextManager[object]]
 """Reports a wait in the actor's heartbeat while it lasts."""
 
 PAUSE_S = 1.0
@@ -88,7 +88,7 @@ def in_thread(
 async def with_room(
     write: Callable[[], Awaitable[T]],
     what: str,
-    waiting: Waiting,
+    waiting: Waiting = contextlib.nullcontext,
     *,
     first_word: Callable[[str], Awaitable[None]] | None = None,
 ) -> T:

@@ -30,8 +30,6 @@ _ADAMW_BYTES = 8
 _MUON_BYTES = 4
 _MASTER_BYTES = 4
 _INPUTS_ON_CARD = 2
-_PREFILL_TOKENS = 4096
-"""Tokens of one prefill pass of the transformers engine."""
 _PREFIX_CACHE_BYTES = GIB
 _CONTEXT_BYTES = GIB
 """CUDA's context, cuBLAS's workspaces and loaded kernels of a process."""

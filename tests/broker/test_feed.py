@@ -20,6 +20,7 @@ from tinkermq.broker.feed import (
     read_events,
     read_metrics,
     stored_lines,
+    whole_means,
 )
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
@@ -58,13 +59,10 @@ class Follower:
         broker: Broker,
         scope: JobScope,
         kinds: tuple[FeedKind, ...] = ALL_KINDS,
-        from_start: bool = True,
     ) -> None:
         self.messages: list[FeedMessage] = []
-        self.stop, self.started = asyncio.Event(), asyncio.Event()
-        self._feed = follow(
-            broker, scope, kinds, from_start=from_start, started=self.started, stop=self.stop
-        )
+        self.stop = asyncio.Event()
+        self._feed = follow(broker, scope, kinds, stop=self.stop)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Follower":
@@ -81,10 +79,6 @@ class Follower:
         async with aclosing(self._feed) as feed:
             async for message in feed:
                 self.messages.append(message)
-
-    async def ready(self) -> None:
-        """Wait until the feed has taken its position."""
-        await asyncio.wait_for(self.started.wait(), PATIENCE_S)
 
     async def reach(self, count: int) -> None:
         await until(lambda: len(self.messages) >= count, "messages")
@@ -115,10 +109,8 @@ async def test_a_stop_ends_it_behind_all_that_is_stored(broker: Broker, scope: J
     assert len(follower.messages) == 200
 
 
-async def test_only_the_wanted_kinds_and_only_what_is_new(broker: Broker, scope: JobScope) -> None:
-    await publish_metric(broker, scope, _metric(0))
-    async with Follower(broker, scope, ("metric",), from_start=False) as follower:
-        await follower.ready()
+async def test_only_the_wanted_kinds_are_followed(broker: Broker, scope: JobScope) -> None:
+    async with Follower(broker, scope, ("metric",)) as follower:
         await publish_event(broker, scope, _event("unwanted"))
         await publish_metric(broker, scope, _metric(1))
         await follower.reach(1)
@@ -129,8 +121,7 @@ async def test_only_the_wanted_kinds_and_only_what_is_new(broker: Broker, scope:
 async def test_following_goes_on_across_a_kill_without_gap_or_repetition(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
-    async with Follower(own_broker, own_scope, ("metric", "log"), from_start=False) as follower:
-        await follower.ready()
+    async with Follower(own_broker, own_scope, ("metric", "log")) as follower:
         for step in range(30):
             await publish_metric(own_broker, own_scope, _metric(step))
             if step % 10 == 5:
@@ -189,7 +180,6 @@ async def test_the_oldest_lines_go_first_when_the_log_is_full_and_a_follower_is_
 
 async def test_following_makes_no_consumer(broker: Broker, scope: JobScope) -> None:
     async with Follower(broker, scope) as follower:
-        await follower.ready()
         await publish_metric(broker, scope, _metric(1))
         await follower.reach(1)
     for stream in (scope.stream_feed, scope.stream_log):
@@ -232,3 +222,13 @@ def test_a_validation_that_was_cut_off_is_the_best_only_if_the_rest_would_not_ch
     assert best_of(scores, scores) == 1
     assert best_of(scores, [2, 4]) == 4
     assert best_of({1: scores[1], 3: scores[3]}, [1, 3]) == 3
+
+
+def test_missing_episodes_stand_beside_their_mean_and_count_as_the_worst_of_all() -> None:
+    scores = {
+        "whole": _validation(0.5, 0.5),
+        "cut": _validation(1.0, None),
+        "low": _validation(0.0),
+    }
+    assert [score.text for score in scores.values()] == ["0.500", "1.000 (1 of 2 failed)", "0.000"]
+    assert whole_means(scores) == {"whole": 0.5, "cut": 0.5, "low": 0.0}

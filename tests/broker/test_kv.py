@@ -12,7 +12,7 @@ from tinkermq.broker.jetstream.streams import stream_subjects
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import ConflictError, MessageError, NotFoundError
-from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_REQUESTS
+from tinkermq.schemas.wire.subjects import BUCKET_REQUESTS
 
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
@@ -138,21 +138,6 @@ async def test_more_keys_than_one_batch_are_all_listed(bucket: Bucket[RequestRec
     keys = [f"many.{number:04}" for number in range(1200)]
     await asyncio.gather(*(bucket.put(key, _value(key)) for key in keys))
     assert await bucket.keys("many") == keys
-
-
-async def test_a_key_with_a_ttl_vanishes_and_one_that_is_renewed_stays(broker: Broker) -> None:
-    bucket = Bucket(broker, BUCKET_LEASES, RequestRecord)
-    revision = await bucket.create("renewed", _value("a"), ttl_s=3)
-    await bucket.update("renewed", _value("b"), revision, ttl_s=int(AFTER_PATIENCE_S))
-    await bucket.create("short", _value("a"), ttl_s=3)
-    async with asyncio.timeout(PATIENCE_S):
-        while await bucket.get("short") is not None:
-            await asyncio.sleep(0.05)
-    await asyncio.sleep(0.2)
-    assert await bucket.keys() == ["renewed"]
-    await bucket.create("short", _value("again"))
-    for key in ("short", "renewed"):
-        await bucket.delete(key)
 
 
 async def test_a_malformed_value_is_an_error_alone_and_left_out_of_a_list(

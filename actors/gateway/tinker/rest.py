@@ -278,7 +278,6 @@ FILES = "/tinker/api/v1/files"
 _ARCHIVE = "checkpoint.tar"
 _COMPLETE = "checkpoint_complete"
 """File in an archive with which the SDK recognises a complete one."""
-_FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 class Downloads:
@@ -292,8 +291,8 @@ class Downloads:
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return the method, path and handler of each endpoint."""
         return [
-            ("GET", f"{_FILE}/external_weights_urls", self.urls),
-            ("GET", f"{_FILE}/archive", self.archive),
+            ("GET", f"{_CHECKPOINT}/external_weights_urls", self.urls),
+            ("GET", f"{_CHECKPOINT}/archive", self.archive),
             ("GET", "files/{job}/{ticket}/{file}", self.file),
         ]
 

@@ -270,6 +270,7 @@ class MachineKeeper:
         needed = machines_needed(demand, self._config.slots, room, gpus=gpus)
         idle_s = {name: time.monotonic() - since for name, since in self._idle_since.items()}
         decision = decide(self._bounds, states, needed, idle_s, slot_hours)
+        matters = decision.ask or not self._patience.is_over()
         self._state = MachineList(
             on=self._config.on,
             least=self._config.least,
@@ -278,14 +279,9 @@ class MachineKeeper:
             slot_hours=slot_hours,
             slot_hours_per_day=self._config.slot_hours_per_day,
             machines=[_shown(item) for item in seen.values()],
-            trouble=self._trouble(decision),
+            trouble=(self._patience.trouble if matters else "") or decision.why,
         )
         return decision
-
-    def _trouble(self, decision: Decision) -> str:
-        """Return why needed machines are not available."""
-        matters = decision.ask or not self._patience.is_over()
-        return (self._patience.trouble if matters else "") or decision.why
 
     async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
         """Remove machines requested twice; the one that is further along, or older, is kept."""

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.actors.storage.access import refuse_unshown_folder
@@ -109,11 +110,12 @@ async def test_what_the_owner_may_not_read_is_refused_by_the_real_path_of_what_w
         asked.append(path)
         raise ConfigError("may not be shown")
 
-    for settings in (
+    refused: tuple[dict[str, Any], ...] = (
         {"files": str(link)},
         {"reward_files": str(link), "reward": ["true"]},
         {"read": [str(link)]},
-    ):
+    )
+    for settings in refused:
         with pytest.raises(ConfigError, match="may not be shown"):
             async with hosting("", may_read=may_read, **settings):
                 pass
