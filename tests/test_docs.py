@@ -210,4 +210,4 @@ def test_each_attack_in_the_page_on_security_has_its_test() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     named = re.findall(r"`((?:\w+/)*test_\w+\.py)`", page)
     assert len(named) > 20
-    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+    assert [name for name in named if not (ROOT / name).is_file()] == []
