@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 from ..broker.client.rpc import Service
 from ..envs.agents.leases import LeaseRequests, make_lease_runner, make_program_runner
@@ -14,6 +15,7 @@ from ..envs.host import EnvironmentHost
 from ..envs.running.runners import BoundedRunner
 from ..schemas.agent import GiveRequest
 from .runtime import JobContext, run_job_actor, settle_memory
+from .storage.access import refuse_unshown_folder
 
 BEAT_S = 1.0
 
@@ -47,6 +49,12 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
         return make_lease_runner(config.agent, broker, scope, max_tries=tries)
     if not config.agent.command:
         return None, None
+    record = context.record
+
+    def may_read(path: Path) -> None:
+        if record.output_roots:
+            refuse_unshown_folder(path, record)
+
     runner = make_program_runner(
         config.agent,
         broker,
@@ -54,7 +62,8 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
         max_tries=tries,
         private=[context.run_dir],
         has_tasks=config.has_tasks,
-        builds=not context.record.output_roots,  # not for users, since a build has network access
+        builds=not record.output_roots,  # not for users, since a build has network access
+        may_read=may_read,
     )
     return runner, None
 

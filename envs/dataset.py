@@ -32,7 +32,7 @@ from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import blaming, plain_value, words_of
 from ..schemas.wire.images import encoded_image
 from .game import ChatMessage
-from .task_folders import TaskFolders
+from .task_folders import HarborTask, TaskFolders
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
@@ -70,7 +70,7 @@ class Record:
     """File and row."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other columns of a program's task; all columns for a game that takes rows."""
-    folder: Path | None = None
+    task: HarborTask | None = None
     """The Harbor task that is the row."""
 
     def messages(self) -> list[ChatMessage]:
@@ -553,7 +553,7 @@ class Dataset:
             record = self._parse(row, where)
         file = self._files[index]
         is_task = isinstance(file, TaskFolders)
-        return replace(record, folder=file.tasks[local].folder) if is_task else record
+        return replace(record, task=file.tasks[local]) if is_task else record
 
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return row `number` undecoded, and its place."""

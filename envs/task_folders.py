@@ -3,17 +3,14 @@
 A task is a folder with `instruction.md`, `task.toml`, tests started by `test.sh`, and an image: a
 Dockerfile in `environment/`, or `docker_image` in `task.toml`. The tasks of a folder are the rows
 of a dataset, ordered by name. A folder that is not a valid task is an error of the whole dataset;
-only a valid task that cannot run here is refused by itself (`TaskRefused`). Links are not followed,
-since a host reads these files with its own rights.
+only a valid task that cannot run here is refused by itself (`TaskRefused`). A host reads these
+files with its own rights: the folder is opened once, and no link in it is followed.
 """
 
-import contextlib
-import os
 import re
-import stat
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,7 +18,8 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..schemas.config.agent import TaskSource
-from ..schemas.wire.errors import DataError
+from ..schemas.local.folder import Folder
+from ..schemas.wire.errors import DataError, StorageError
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 """Versions of the format of `task.toml`."""
@@ -101,7 +99,10 @@ class TaskSettings(_Table):
 class HarborTask:
     """One task."""
 
-    folder: Path
+    root: Folder = field(compare=False)
+    """The open folder in which that of the task lies."""
+    name: str
+    """The name of its folder."""
     instruction: str
     settings: TaskSettings
     dockerfile: str | None
@@ -110,9 +111,13 @@ class HarborTask:
     """Its compose file, if it needs several containers."""
 
     @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.folder.name
+    def path(self) -> Path:
+        """The path of its folder: for messages and as a key, not for opening."""
+        return self.root.path / self.name
+
+    def open(self, name: str) -> Folder:
+        """Open a folder of the task, such as `tests`. Raises OSError."""
+        return self.root.folder(f"{self.name}/{name}")
 
     def check_supported(self) -> None:
         """Raise TaskRefused for unsupported settings."""
@@ -149,18 +154,19 @@ class HarborTask:
 
     def place(self, key: str, table: str) -> str:
         """Return the place of a key of the settings, as `file:line`."""
-        text = read_text(self.folder, SETTINGS) or ""
+        text = _read_text(self.root, f"{self.name}/{SETTINGS}") or ""
         line = _line_of(text, key, table)
         return f"{SETTINGS}:{line}" if line else SETTINGS
 
 
-def read_task(folder: Path) -> HarborTask:
+def read_task(root: Folder, task: str) -> HarborTask:
     """Read a task; DataError with file and line for an invalid folder."""
-    texts = {name: read_text(folder, name) for name in (INSTRUCTION, SETTINGS, TEST_SCRIPT)}
+    files, folder = (INSTRUCTION, SETTINGS, TEST_SCRIPT), root.path / task
+    texts = {name: _read_text(root, f"{task}/{name}") for name in files}
     for name, text in texts.items():
         if text is None:
             raise DataError(
-                f"task {folder.name} has no {name}: {folder / name}",
+                f"task {task} has no {name}: {folder / name}",
                 hint="a task has instruction.md, task.toml, environment/Dockerfile and "
                 "tests/test.sh, none of which is a link",
             )
@@ -168,14 +174,14 @@ def read_task(folder: Path) -> HarborTask:
     if not instruction.strip():
         raise DataError(f"{folder / INSTRUCTION} is empty", hint="write what is to be done")
     settings = parse_settings(texts[SETTINGS] or "", folder / SETTINGS)
-    dockerfile = read_text(folder, DOCKERFILE)
-    compose = next((name for name in _COMPOSE if (folder / name).exists()), "")
+    dockerfile = _read_text(root, f"{task}/{DOCKERFILE}")
+    compose = next((name for name in _COMPOSE if root.has(f"{task}/{name}")), "")
     if dockerfile is None and settings.environment.docker_image is None and not compose:
         raise DataError(
-            f"task {folder.name} has no environment: {folder / DOCKERFILE}",
+            f"task {task} has no environment: {folder / DOCKERFILE}",
             hint="write a Dockerfile, or name an image in task.toml: [environment] docker_image",
         )
-    return HarborTask(folder, instruction, settings, dockerfile, compose)
+    return HarborTask(root, task, instruction, settings, dockerfile, compose)
 
 
 def parse_settings(text: str, where: Path) -> TaskSettings:
@@ -203,40 +209,29 @@ def parse_settings(text: str, where: Path) -> TaskSettings:
     return settings
 
 
-def read_text(folder: Path, name: str) -> str | None:
+def _read_text(root: Folder, name: str) -> str | None:
     """Return a file below a folder as text; None if it is missing, a link or too large."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    *parents, last = name.split("/")
-    with contextlib.ExitStack() as opened:
-        try:
-            at = os.open(folder, flags | os.O_DIRECTORY)
-            opened.callback(os.close, at)
-            for parent in parents:
-                at = os.open(parent, flags | os.O_DIRECTORY, dir_fd=at)
-                opened.callback(os.close, at)
-            file = os.open(last, flags, dir_fd=at)
-        except OSError:
-            return None
-        opened.callback(os.close, file)
-        about = os.fstat(file)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
-            return None
-        data = b""
-        while chunk := os.read(file, _MAX_BYTES):
-            data += chunk
-        return data.decode("utf-8", "replace")
+    try:
+        return root.read(name, _MAX_BYTES).decode("utf-8", "replace")
+    except (OSError, StorageError):
+        return None
 
 
-def is_task_folder(path: Path) -> bool:
-    """Return whether a folder has a file of a task."""
-    is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
-    return is_folder and any((path / name).exists() for name in (INSTRUCTION, SETTINGS, "tests"))
+def _task_names(root: Folder) -> Iterator[str]:
+    """Yield the folders that have a file of a task, in order."""
+    for entry in root.entries():
+        parts = (f"{entry.path}/{name}" for name in (INSTRUCTION, SETTINGS, "tests"))
+        if entry.is_folder and not entry.path.startswith(".") and any(map(root.has, parts)):
+            yield entry.path
 
 
 def holds_tasks(source: TaskSource) -> bool:
     """Return whether a folder contains at least one task, which may be invalid."""
-    folder = Path(source.folder).expanduser()
-    return folder.is_dir() and any(map(is_task_folder, folder.iterdir()))
+    try:
+        with Folder.held(Path(source.folder).expanduser()) as root:
+            return any(_task_names(root))
+    except OSError:
+        return False
 
 
 class TaskFolders:
@@ -244,18 +239,23 @@ class TaskFolders:
 
     def __init__(self, source: TaskSource) -> None:
         """Read all tasks; DataError names the first invalid ones, and the reasons."""
-        path = Path(source.folder).expanduser()
-        if not path.is_dir():
+        try:
+            self._root = Folder.held(Path(source.folder).expanduser())
+        except OSError as error:
             raise DataError(
                 f"there is no folder of tasks {source.folder!r}",
                 hint="give harbor:FOLDER with a folder that every environment host can read",
-            )
-        folders = sorted(filter(is_task_folder, path.iterdir()))
+            ) from error
+        self.tasks: Sequence[HarborTask] = self._read(source)
+        """The tasks, ordered by name."""
+
+    def _read(self, source: TaskSource) -> list[HarborTask]:
+        folders = list(_task_names(self._root))
         tasks: list[HarborTask] = []
         problems: list[DataError] = []
         for folder in folders:
             try:
-                tasks.append(read_task(folder))
+                tasks.append(read_task(self._root, folder))
             except DataError as error:
                 problems.append(error)
         if problems:
@@ -274,8 +274,7 @@ class TaskFolders:
                 f"{source.name} holds no task: {meant}{len(folders)} folders",
                 hint="name the folder in which the folders of tasks lie, or another share",
             )
-        self.tasks: Sequence[HarborTask] = tasks
-        """The tasks, ordered by name."""
+        return tasks
 
     def __len__(self) -> int:
         """Return the number of tasks."""
@@ -291,7 +290,7 @@ class TaskFolders:
         return list(self.row(0))
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing: the folder is open as long as one of its tasks is held."""
 
 
 def _place_of(name: str) -> float:

@@ -168,6 +168,8 @@ class JobRecord(Message):
     """Run folder on the pool."""
     output_roots: list[str] = Field(default_factory=list[str])
     """Folders below which it may write; empty: anywhere."""
+    own_folders: list[str] = Field(default_factory=list[str])
+    """Folders in which runs of its owner lie, besides that of its own `run_dir`."""
     fork_of: str | None = None
     """`run@step` of its first checkpoint."""
     weights_only: bool = False

@@ -34,6 +34,8 @@ class WantedActor(Message):
     """Logs go to its `logs/attempt_<n>/<name>.log`."""
     output_roots: list[str] = Field(default_factory=list[str])
     """Folders below which its job may write; empty: anywhere."""
+    own_folders: list[str] = Field(default_factory=list[str])
+    """Folders in which runs of its owner lie, besides that of its own `run_dir`."""
     reads: list[str] = Field(default_factory=list[str])
     """Data files of an environment host."""
     programs: list[str] | None = None

@@ -204,3 +204,10 @@ async def test_the_code_of_the_training_guide_trains(
     records = (await stack.ask("list", ListRequest(all=True), JobList)).records
     published = max(records, key=lambda record: record.created)
     await Job(stack, published).until("COMPLETED")  # without the game on any node
+
+
+def test_each_attack_in_the_page_on_security_has_its_test() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`((?:\w+/)*test_\w+\.py)`", page)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).is_file()] == []

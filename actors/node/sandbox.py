@@ -46,8 +46,8 @@ from ...envs.sandbox.shown import FOLDERS_VARIABLE, PathRefused, code_folders, r
 from ...schemas.local.folder import process_folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import SandboxError, TinkermqError
-from ..storage.access import is_of_another, without_tilde
+from ...schemas.wire.errors import ConfigError, SandboxError, TinkermqError
+from ..storage.access import refuse_unshown_folder, without_tilde
 
 # Module, arguments and environment of an actor. A command line never has secrets: the broker's URL
 # is passed in the environment.
@@ -229,19 +229,11 @@ def check_programs(spec: WantedActor) -> None:
     and show them, only files that a hosted game would see. Raises PathRefused.
     """
     _data_files(spec)
-    roots = [Path(root) for root in spec.output_roots]
-    named = [item.resolve() for item in code_folders()]
     for folder in spec.programs or []:
-        path = without_tilde(folder.replace("\0", "?")).resolve()
-        is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
-            path, spec.user, roots
-        )
-        if not is_own and not any(path.is_relative_to(item) for item in named):
-            raise PathRefused(
-                f"agent programs of user {spec.user!r} may not be shown {folder!r}",
-                hint="name a folder in a run of theirs, or let the operator name it in "
-                f"${FOLDERS_VARIABLE} of the nodes",
-            )
+        try:
+            refuse_unshown_folder(without_tilde(folder.replace("\0", "?")).resolve(), spec)
+        except ConfigError as error:
+            raise PathRefused(error.message, hint=error.hint) from error
 
 
 def _data_files(spec: WantedActor) -> dict[Path, Path]:
@@ -250,11 +242,11 @@ def _data_files(spec: WantedActor) -> dict[Path, Path]:
     Both must be names of datasets: a game must not see arbitrary files that its owner calls data,
     nor, through a link, a file of another user's run.
     """
-    roots = [Path(root) for root in spec.output_roots]
+    roots, own = [Path(root) for root in spec.output_roots], own_folders(spec)
     named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
     places = {path: path.resolve() for path in named if is_dataset_name(path)}
     for path, place in places.items():
-        if place != path and (not is_dataset_name(place) or is_of_another(place, spec.user, roots)):
+        if place != path and (not is_dataset_name(place) or is_of_another(place, own, roots)):
             raise PathRefused(
                 f"{path} leads to {place}, which is not a dataset of user {spec.user!r}",
                 hint="name the file itself, or copy it",

@@ -12,15 +12,18 @@ job reads and writes.
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ...envs.sandbox.served import FOLDERS_VARIABLE
 from ...schemas.config.agent import TaskSource
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
 from ...schemas.local.folder import Folder
+from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from .adapters import base_of, is_adapter
 from .run_folders import checkpoint_folders
@@ -78,30 +81,57 @@ def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
     return folder
 
 
-def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
-    """Return whether a resolved path is below a root, but not in the user's own folder."""
-    below = [
-        path.relative_to(folder) for root in roots if path.is_relative_to(folder := root.resolve())
-    ]
-    return any(user not in folder.parts for folder in below)
+def own_folders(job: JobRecord | WantedActor) -> list[Path]:
+    """Return the folders in which the runs of a job's owner lie; each has the owner's name.
+
+    The name alone decides nothing: runs, and folders in them, may have the name of a user.
+    """
+    folders = [Path(job.run_dir).parent, *map(Path, job.own_folders)]
+    return [folder for folder in folders if folder.name == job.user]
 
 
-def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:
+def is_of_another(path: Path, own: Sequence[Path], roots: Sequence[Path]) -> bool:
+    """Return whether a resolved path is below a root, but in none of a user's own folders."""
+    if any(path.is_relative_to(folder) for folder in own):
+        return False
+    return any(path.is_relative_to(root.resolve()) for root in roots)
+
+
+def refuse_unshown_folder(path: Path, job: JobRecord | WantedActor) -> None:
+    """Raise ConfigError for a real path that agent programs of a job may not be shown.
+
+    They may see runs of their owner, and what every hosted game sees.
+    """
+    if any(path.is_relative_to(folder) for folder in own_folders(job)):
+        return
+    if not any(path.is_relative_to(item.resolve()) for item in _shown_to_all()):
+        raise ConfigError(
+            f"agent programs of user {job.user!r} may not be shown {str(path)!r}",
+            hint="name a folder in a run of theirs, or let the operator name it in "
+            f"${FOLDERS_VARIABLE} of the nodes",
+        )
+
+
+def _shown_to_all() -> Iterator[Path]:
+    """Yield the folders that every hosted game sees."""
+    root = Path(__file__).resolve().parents[2]
+    yield from (Path(sys.prefix), Path(sys.base_prefix))
+    yield from (root / room for room in ("actors", "broker", "clients", "envs", "schemas"))
+    for variable in ("PYTHONPATH", FOLDERS_VARIABLE):
+        yield from (Path(item) for item in os.environ.get(variable, "").split(os.pathsep) if item)
+
+
+def shown_from(path: Path, own: Sequence[Path], roots: Sequence[Path]) -> Path | None:
     """Return the folder that contains a path and that a user's functions may read, or None.
 
-    Users may read the operator's folders of models and data, and their own runs. Without roots, as
+    Users may read the operator's folders of models and data, and their `own`. Without roots, as
     in an admin's jobs, all folders may be read. The path must be resolved.
     """
     if not roots:
         return Path(path.anchor)
     named = os.environ.get(MODELS_VARIABLE, "").split(os.pathsep)
     models = [Path(folder).expanduser().resolve() for folder in named if folder]
-    own = [folder for root in roots if user in _below(path, folder := root.resolve())]
     return next((folder for folder in [*models, *own] if path.is_relative_to(folder)), None)
-
-
-def _below(path: Path, root: Path) -> tuple[str, ...]:
-    return path.relative_to(root).parts if path.is_relative_to(root) else ()
 
 
 def without_tilde(value: str) -> Path:
@@ -226,7 +256,7 @@ def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
     newest = sorted(checkpoint_folders(record.run_dir).items())[-_NEWEST:]
     more = {**named_by(record), **{f"checkpoint {step}": str(path) for step, path in newest}}
     for lead in leads(config, more):
-        if _is_linked(lead) and is_of_another(lead.path, record.user, roots):
+        if _is_linked(lead) and is_of_another(lead.path, own_folders(record), roots):
             raise foreign_run_error(str(lead))
 
 

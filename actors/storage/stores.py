@@ -29,6 +29,7 @@ from ...broker.jetstream import streams
 from ...broker.jetstream.objects import ObjectInfo, ObjectStore
 from ...schemas.config.job import LimitsConfig
 from ...schemas.config.sections import BROKER
+from ...schemas.local.folder import is_inside
 from ...schemas.wire.errors import BrokerError, NotFoundError, StorageError, StoreAwayError
 from ...schemas.wire.subjects import JobScope
 from .files import TABLE, digest_of, flush, is_state, read_table, storage_error
@@ -487,12 +488,12 @@ def _fetch_whole(store: Store, file: StoredObject, target: Path, digest: str | N
 
 def _inside(name: str, prefix: str) -> str:
     """Return the name of a file in its folder; raises StorageError for one outside of it."""
-    inside = PurePosixPath(name).relative_to(prefix) if prefix else PurePosixPath(name)
-    if ".." in inside.parts or inside.is_absolute():
+    inside = name.removeprefix(f"{prefix}/") if prefix else name
+    if not is_inside(inside) or (prefix and inside == name):
         raise StorageError(
             f"{name!r} is not a valid name of a file", hint="remove it from the store"
         )
-    return str(inside)
+    return str(PurePosixPath(inside))
 
 
 def _wrong(store: Store, prefix: str, name: str, how: str) -> StorageError:

@@ -325,6 +325,7 @@ def make_program_runner(
     private: Sequence[Path] = (),
     has_tasks: bool = False,
     builds: bool = True,
+    may_read: Callable[[Path], None] = lambda _: None,
 ) -> ProgramRunner:
     """Return the runner of a job's programs; see `ProgramRunner`.
 
@@ -341,6 +342,7 @@ def make_program_runner(
         private=private,
         has_tasks=has_tasks,
         builds=builds,
+        may_read=may_read,
     )
 
 

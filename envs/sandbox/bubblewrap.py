@@ -306,7 +306,9 @@ def _orders(
     """Return the message to `inside.py`, by marshal, which needs no slow import there."""
     user = sandbox.user or unprivileged_user() or 0
     environment = program.environment
+    held = [(mount.path, os.fstat(mount.fd)) for mount in sandbox.mounts if mount.fd is not None]
     orders = {
+        "held": [(path, status.st_dev, status.st_ino) for path, status in held],
         "user": user,
         "limits": dict(sandbox.limits),
         "is_ended_first": sandbox.is_ended_first,
@@ -320,6 +322,10 @@ def _orders(
         "environment": None if environment is None else dict(environment),
     }
     return marshal.dumps(orders)
+
+
+def _held(sandbox: Sandbox) -> Iterator[int]:
+    return (mount.fd for mount in sandbox.mounts if mount.fd is not None)
 
 
 def _launch(
@@ -345,7 +351,7 @@ def _launch(
             stdin=stdin,
             stdout=files.output_in,
             stderr=files.output_in,
-            pass_fds=sorted(passed | {*keep}),
+            pass_fds=sorted(passed | {*keep, *_held(sandbox)}),
             env={},
             start_new_session=True,
         )

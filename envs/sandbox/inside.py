@@ -34,6 +34,7 @@ def main() -> None:
             be_ended_first()
         if orders["user"]:
             become(orders["user"])
+        check_held(orders["held"])
         take_limits(orders["limits"])
         lead_session()
         os.chdir(orders["folder"])
@@ -68,6 +69,21 @@ def read_exactly(channel: int, length: int) -> bytes:
             sys.exit("the process that started the sandbox has ended")
         data += chunk
     return data
+
+
+def check_held(held: "list[tuple[str, int, int]]") -> None:
+    """Raise OSError unless these paths show what was open outside.
+
+    bubblewrap mounts by path, and a link may have taken the place of a folder meanwhile. What this
+    user cannot reach shows nothing.
+    """
+    for path, device, inode in held:
+        try:
+            status = os.stat(path)
+        except PermissionError:
+            continue
+        if (status.st_dev, status.st_ino) != (device, inode):
+            raise OSError(f"{path} was replaced while the sandbox was made")
 
 
 def hand_out(channel: int, places: "list[str]") -> None:

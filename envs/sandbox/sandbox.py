@@ -46,6 +46,9 @@ class Mount:
     """Mode of a folder or a tmpfs."""
     size_bytes: int = 0
     """Size of a tmpfs; 0: the kernel's default."""
+    fd: int | None = None
+    """Descriptor of what is mounted, whatever is at its path meanwhile; nothing runs if the sandbox
+    shows something else."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,11 @@ def python_variables() -> dict[str, str]:
 def readable(path: str | Path, source: str | Path = "", *, is_optional: bool = False) -> Mount:
     """Return the mount of a file or folder that can be read; `source` defaults to `path`."""
     return Mount("read", str(path), str(source or path), is_optional)
+
+
+def held(path: str | Path, fd: int) -> Mount:
+    """Return the mount of an open file or folder that can be read."""
+    return Mount("read", str(path), f"/proc/self/fd/{fd}", fd=fd)
 
 
 def writable(path: str | Path, source: str | Path) -> Mount:

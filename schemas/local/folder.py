@@ -57,6 +57,8 @@ class Folder:
     raise OSError, as functions of `os` do.
     """
 
+    _fd = -1
+
     def __init__(self, path: str | Path, *, make: bool = False) -> None:
         """Open a folder, which may not be a link; with `make`, create it and its parents."""
         if make:
@@ -97,6 +99,10 @@ class Folder:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        """Close the folder with the last of what holds it."""
+        self.close()
 
     def fileno(self) -> int:
         """Return the descriptor of the folder, which closes with it."""

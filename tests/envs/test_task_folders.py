@@ -12,14 +12,14 @@ from tinkermq.actors.storage.access import leads
 from tinkermq.clients.validation import check_files_exist, resolve_paths
 from tinkermq.envs.agents.programs.dockerfile import DockerfileRefused, plan_sandbox
 from tinkermq.envs.data import HostData
-from tinkermq.envs.task_folders import TaskFolders, TaskRefused, read_task
+from tinkermq.envs.task_folders import TaskFolders, TaskRefused
 from tinkermq.schemas.config.agent import TaskSource
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.node import LookQuestion
 from tinkermq.schemas.wire.errors import DataError
 
-from tests.support.harbor_tasks import PLAIN, TASKS, Task, write_tasks
+from tests.support.harbor_tasks import PLAIN, TASKS, Task, read, write_tasks
 
 LOCAL = "nats://127.0.0.1:4222"
 
@@ -41,7 +41,8 @@ def test_tasks_are_the_rows_of_a_job_with_their_instruction_as_prompt(tmp_path: 
     assert data.num_train == len(TASKS)
     record = data.record("train", 2)
     assert record is not None
-    assert record.folder == tmp_path / "commits-file"
+    assert record.task is not None
+    assert record.task.path == tmp_path / "commits-file"
     assert record.messages() == [
         {"role": "user", "content": "Commit notes.txt in the repository /app/repo.\n"}
     ]
@@ -80,15 +81,15 @@ def test_train_and_validation_data_may_be_folders_of_their_own(tmp_path: Path) -
     assert (data.num_train, data.num_val) == (2, 2)
     record = data.record("val", 0)
     assert record is not None
-    assert record.folder is not None
-    assert record.folder.parent.name == "val"
+    assert record.task is not None
+    assert record.task.root.path.name == "val"
 
 
 def test_lines_by_which_benchmarks_find_themselves_are_no_part_of_an_instruction(
     tmp_path: Path,
 ) -> None:
     text = "<!-- some-bench canary GUID 123 -->\n# canary\n\nDo it.\n\n# Canary of the mine\n"
-    task = read_task(Task(text, "true", "").write(tmp_path / "t"))
+    task = read(Task(text, "true", "").write(tmp_path / "t"))
     assert task.instruction.split("\n")[0] == "Do it."
     assert "# Canary of the mine" in task.instruction
 
@@ -196,7 +197,7 @@ def test_a_task_of_a_kind_that_is_not_supported_says_so(
 ) -> None:
     folder = Task("Go.", "true", "", files={"task.toml": settings}).write(tmp_path / "t")
     with pytest.raises(TaskRefused) as error:
-        read_task(folder).check_supported()
+        read(folder).check_supported()
     assert (error.value.reason, error.value.where) == (reason, where)
 
 

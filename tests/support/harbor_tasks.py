@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinkermq.envs.task_folders import HarborTask, read_task
+from tinkermq.schemas.local.folder import Folder
+
 TASK_TOML = """schema_version = "1.1"
 
 [metadata]
@@ -17,6 +20,7 @@ timeout_sec = 120.0
 [environment]
 build_timeout_sec = 60.0
 """
+_opened: list[Folder] = []
 PLAIN = "FROM debian:12-slim\nWORKDIR /app\n"
 
 
@@ -49,6 +53,18 @@ class Task:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         return folder
+
+
+def read(folder: Path) -> HarborTask:
+    """Read the task in a folder, which stays open until `forget_tasks`."""
+    _opened.append(Folder.held(folder.parent))
+    return read_task(_opened[-1], folder.name)
+
+
+def forget_tasks() -> None:
+    """Close the folders of tasks that were read."""
+    while _opened:
+        _opened.pop().close()
 
 
 def passes_if(condition: str) -> str:

@@ -187,6 +187,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         attempt=record.attempt,
         run_dir=record.run_dir,
         output_roots=record.output_roots,
+        own_folders=record.own_folders,
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config) if actor.role == "environment" else None,
         threads=threads.get(actor.role, 1),

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 from ....broker.client.connection import Broker
 from ....broker.client.fair_queue import FairLock
@@ -425,6 +426,11 @@ class JobsView:
         """Return run folder and owner of each job of other users."""
         every = (*self._every(), *self.archive.of(None))
         return [(item.run_dir, item.user) for item in every if item.user != user]
+
+    def run_folders_of(self, user: str) -> list[Path]:
+        """Return the run folders of a user's jobs."""
+        every = (*self._every(), *self.archive.of(user))
+        return [Path(item.run_dir) for item in every if item.user == user and item.run_dir]
 
     def _every(self) -> Iterator[JobRecord]:
         return (entry.value for entry in self._jobs.entries.values())

@@ -24,7 +24,7 @@ from ....schemas.plan.settings import refuse_long_contexts
 from ....schemas.wire import errors
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import node as node_subject
-from ...storage.access import shown_from, without_tilde
+from ...storage.access import own_folders, shown_from, without_tilde
 from ..jobs import states
 from ..jobs.view import JobsView
 from ..reconciler import Reconciler
@@ -40,6 +40,8 @@ class Reader(NamedTuple):
     """The user of a check, and the files whose existence the user may learn."""
 
     user: str
+    own: Sequence[Path]
+    """Folders of the user's runs."""
     roots: Sequence[Path]
     """Folders in which the user's jobs may write; empty: the user may read everything."""
 
@@ -49,7 +51,7 @@ class Reader(NamedTuple):
             place = Path(os.path.realpath(without_tilde(model)))
         except ValueError:  # a null byte: not a path
             return True
-        return not self.roots or shown_from(place, self.user, self.roots) is not None
+        return not self.roots or shown_from(place, self.own, self.roots) is not None
 
 
 class JobChecks:
@@ -215,7 +217,7 @@ class JobChecks:
     def reader(self, record: JobRecord) -> Reader:
         """Return a job's owner as reader, with the writable folders of the owner's jobs."""
         roots = record.output_roots if self._view.has_users else []
-        return Reader(record.user, [Path(root) for root in roots])
+        return Reader(record.user, own_folders(record), [Path(root) for root in roots])
 
     async def _may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
         """Return whether the reader may know about all of these paths."""

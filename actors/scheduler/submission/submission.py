@@ -270,6 +270,7 @@ class Submission:
             "kind": kind,
             "actors": states.actors_for(config, kind),
             "output_roots": [str(root) for root in roots],
+            "own_folders": self._own_folders(record.user),
             "teachers": models.teachers,
             "judge": models.judge,
         }
@@ -288,7 +289,10 @@ class Submission:
             refuse_unregistered_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, roots = await allowed_config(record, config, self._view, self._files)
-            may_write = {"output_roots": [str(root) for root in roots]}
+            may_write = {
+                "output_roots": [str(root) for root in roots],
+                "own_folders": self._own_folders(record.user),
+            }
             reader = self.checks.reader(record.model_copy(update=may_write))
             await self.checks.refuse_long_contexts(config, reader)
             models = await self.origins.named(record, config)
@@ -309,10 +313,16 @@ class Submission:
             "losses": 0,
             "stored_bytes": states.reserved_bytes(config),
             "actors": states.unplaced(actors),
+            "own_folders": self._own_folders(record.user),
             **changed,
         }
         self._view.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
+
+    def _own_folders(self, user: str) -> list[str]:
+        """Return the folders in which a user's runs lie."""
+        above = {folder.parent for folder in self._view.run_folders_of(user)}
+        return sorted(str(folder) for folder in above if folder.name == user)
 
     def _folder_of(self, user: str) -> str:
         """Return the folder for a user's runs; a pool without users has one for all."""

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from ....schemas.config.agent import AgentConfig
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import GameError, MessageError, RewardError, SandboxError
 from ....schemas.wire.foreign import plain_value
 from ...game import ChatMessage, StepResult
 from ...running.episodes import Opening
-from ...task_folders import HarborTask, read_task
+from ...task_folders import HarborTask
 from ..episode import NoCalls, Outcome, ProgramEpisode
 from .environment import (
     INPUT,
@@ -142,12 +143,11 @@ class AgentRun:
         max_tries: int,
         job: str = "",
     ) -> None:
-        """Prepare a run; DataError for a task that cannot be read."""
+        """Prepare a run."""
         self._config = config
         self._launcher = launcher
         self._tasks = tasks
-        folder = None if opening.record is None else opening.record.folder
-        self._task = None if folder is None else read_task(folder)
+        self._task = None if opening.record is None else opening.record.task
         self._view: TaskView | None = None
         self._endpoint = endpoint
         self._opening = opening
@@ -370,17 +370,22 @@ class AgentRun:
         """Run the reward command in a copy of the program's folder."""
         config = self._config
         environment = reward_variables(config, self.episode)
-        async with self._launcher.folder(folder["work"]) as copy:
-            await self._launcher.blocking(lambda: self._write_row(copy))
-            async with self._launcher.running(
-                copy,
-                self._filled(config.reward),
-                environment,
-                "none",
-                more=grader_mounts(self._launcher.grader),
-            ) as running:
-                how = await _by_itself(running, config.reward_timeout_s)
-                exit_code = await running.program.kill()
+        launcher = self._launcher
+        async with contextlib.AsyncExitStack() as opened:
+            work = opened.enter_context(Folder(folder["work"]))
+            copy = await opened.enter_async_context(launcher.folder(work))
+            await launcher.blocking(lambda: self._write_row(copy))
+            running = await opened.enter_async_context(
+                launcher.running(
+                    copy,
+                    self._filled(config.reward),
+                    environment,
+                    "none",
+                    more=grader_mounts(launcher.grader),
+                )
+            )
+            how = await _by_itself(running, config.reward_timeout_s)
+            exit_code = await running.program.kill()
         printed = running.program.printed
         lines = printed.out.text(_REWARD_BYTES).strip().splitlines()
         if how == "exit" and exit_code == 0 and lines:
@@ -497,7 +502,8 @@ _TESTS_FORM = (
 
 def write_tests(folder: ProgramFolder, task: HarborTask, most_bytes: int) -> None:
     """Copy the tests of a task next to the files of its program; blocks."""
-    folder.add("tests", task.folder / "tests", most_bytes)
+    with task.open("tests") as tests:
+        folder.add("tests", tests, most_bytes)
     (folder["tests"] / "test.sh").chmod(0o755)
     for part in ("logs", "verifier", "test_home"):
         folder.add(part)

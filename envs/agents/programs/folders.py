@@ -3,9 +3,10 @@
 All are in one folder that only the host's user can open and that is locked while the host runs; the
 next host on the machine removes the folder of a host that was killed.
 
-A copy of a folder has at most a given size. Links stay links and are never followed. Blocks are
-shared with the original if the file system supports it. Only files, folders and links are copied.
-The copy has no set-user-id bits.
+What is copied and shown was opened once, when the host started: a link that takes its place later
+is not seen. A copy of a folder has at most a given size. Links in it stay links and are never
+followed. Blocks are shared with the original if the file system supports it. Only files, folders
+and links are copied. The copy has no set-user-id bits.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import ConfigError, SandboxError, StorageError
 from ...sandbox.sandbox import unprivileged_user
 
@@ -65,7 +67,7 @@ class ProgramFolder:
         """Return the path of a part on the host: `work`, `tmp`, `home`, `task`, `etc` or `root`."""
         return self.path / part
 
-    def make(self, files: Path | None, most_bytes: int, root: RootFiles | None = None) -> None:
+    def make(self, files: Folder | None, most_bytes: int, root: RootFiles | None = None) -> None:
         """Make its parts; `work` becomes a copy of `files`, and `root` of a task's environment.
 
         Raises FolderTooLarge for files that exceed the program's room.
@@ -80,7 +82,7 @@ class ProgramFolder:
         self._make_etc()
         self.give_away(*_PARTS)
 
-    def add(self, part: str, files: Path | None = None, most_bytes: int = 0) -> None:
+    def add(self, part: str, files: Folder | None = None, most_bytes: int = 0) -> None:
         """Make another part, a copy of `files`, before or after the program runs."""
         self[part].mkdir(mode=0o700)
         self._parts.append(part)
@@ -100,14 +102,16 @@ class ProgramFolder:
         """Copy the writable paths of `/`, and the files in `/` itself."""
         self.add("root")
         self["root"].chmod(0o755)  # the host's own files: programs cannot write `/`
-        for entry in os.scandir(root.template):
-            if entry.is_file(follow_symlinks=False):
-                _copy_file(entry.path, str(self["root"] / entry.name))
-        for name in root.writable:
-            target = self["root"] / name
-            target.mkdir(parents=True)
-            most_bytes -= copy_folder(root.template / name, target, most_bytes)
-            self.give_away(f"root/{name}")
+        with Folder(root.template) as template:
+            for entry in template.entries():
+                if not entry.is_folder:
+                    _copy_file(template.fileno(), entry.name, str(self["root"] / entry.name))
+            for name in root.writable:
+                target = self["root"] / name
+                target.mkdir(parents=True)
+                with template.folder(name) as files:
+                    most_bytes -= copy_folder(files, target, most_bytes)
+                self.give_away(f"root/{name}")
 
     def give_away(self, *parts: str) -> None:
         """Let the program's user own parts of it, before anything runs."""
@@ -198,28 +202,39 @@ class ProgramFolders:
         os.close(self._lock)
 
 
-def check_folder(key: str, value: str) -> Path:
-    """Return the path of a folder in the configuration; ConfigError if it does not exist."""
-    path = Path(value).expanduser().absolute()
-    if not path.is_dir():
+def open_folder(key: str, value: str, may_read: Callable[[Path], None]) -> Folder:
+    """Open a folder in the configuration, for as long as the host runs.
+
+    `may_read` raises ConfigError for a real path that the job's owner may not read. Raises
+    ConfigError if there is no such folder.
+    """
+    try:
+        folder = Folder.held(Path(value).expanduser())
+        os.stat(".", dir_fd=folder.fileno())
+    except PermissionError as error:
+        hint = "see its rights"
+        raise SandboxError(f"{key}={value!r} cannot be read by this host", hint=hint) from error
+    except OSError as error:
         raise ConfigError(
             f"{key}={value!r} is not a folder on this host",
             hint="name a folder that every environment host of the job can read",
-        )
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise SandboxError(f"{key}={value!r} cannot be read by this host", hint="see its rights")
-    return path.resolve()
+        ) from error
+    try:
+        may_read(folder.path)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
 
 
-def check_shown(key: str, value: str) -> Path:
-    """Return the path of a folder that programs read directly; ConfigError if they cannot."""
-    path = check_folder(key, value)
-    if unprivileged_user() is not None and path.stat().st_mode & _READABLE != _READABLE:
+def check_shown(key: str, folder: Folder) -> None:
+    """Raise ConfigError for a folder that programs are to read directly and cannot."""
+    mode = os.fstat(folder.fileno()).st_mode
+    if unprivileged_user() is not None and mode & _READABLE != _READABLE:
         raise ConfigError(
-            f"programs may not read {key}={value!r}: they run as an unused user",
-            hint=f"chmod -R o+rX {path}",
+            f"programs may not read {key}={str(folder.path)!r}: they run as an unused user",
+            hint=f"chmod -R o+rX {folder.path}",
         )
-    return path
 
 
 def _sweep(folder: Path) -> None:
@@ -278,34 +293,35 @@ def remove_tree(path: Path) -> None:
         subprocess.run(["rm", "-rf", "--", str(path)], check=False)
 
 
-def copy_folder(source: Path, target: Path, most_bytes: int) -> int:
+def copy_folder(source: Folder, target: Path, most_bytes: int) -> int:
     """Copy the contents of a folder into an empty one; return the bytes copied.
 
     Raises FolderTooLarge beyond `most_bytes`, and OSError.
     """
     num_bytes = 0
-    waiting = [(str(source), str(target))]
+    waiting = ["."]
     while waiting:
-        here, there = waiting.pop()
-        with os.scandir(here) as entries:
+        here = waiting.pop()
+        with source.folder(here) as folder, os.scandir(folder.fileno()) as entries:
             for entry in entries:
-                copied = f"{there}/{entry.name}"
+                name = f"{here}/{entry.name}"
+                copied = f"{target}/{name}"
                 if entry.is_symlink():
-                    Path(copied).symlink_to(Path(entry.path).readlink())
-                elif entry.is_dir():
+                    Path(copied).symlink_to(os.readlink(entry.name, dir_fd=folder.fileno()))
+                elif entry.is_dir(follow_symlinks=False):
                     Path(copied).mkdir(mode=0o700)
-                    waiting.append((entry.path, copied))
-                elif entry.is_file():
-                    num_bytes += _copy_file(entry.path, copied)
+                    waiting.append(name)
+                elif entry.is_file(follow_symlinks=False):
+                    num_bytes += _copy_file(folder.fileno(), entry.name, copied)
                 if num_bytes > most_bytes:
-                    raise FolderTooLarge(f"{source} holds more than {most_bytes >> 20} MiB")
+                    raise FolderTooLarge(f"{source.path} holds more than {most_bytes >> 20} MiB")
     return num_bytes
 
 
-def _copy_file(source: str, target: str) -> int:
-    """Copy one file with its holes; return its bytes on disk."""
+def _copy_file(folder: int, name: str, target: str) -> int:
+    """Copy one file of an open folder with its holes; return its bytes on disk."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    reading = os.open(source, flags)
+    reading = os.open(name, flags, dir_fd=folder)
     try:
         about = os.fstat(reading)
         mode = (stat.S_IMODE(about.st_mode) & 0o777) | stat.S_IRUSR | stat.S_IWUSR

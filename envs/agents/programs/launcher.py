@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ....schemas.config.agent import AgentConfig
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import GameError, SandboxError, StorageError
 from ...sandbox import bubblewrap
 from ...sandbox.sandbox import Limit, Sandbox, holds_more
 from ..episode import ProgramEpisode
-from .folders import ProgramFolder, ProgramFolders, RootFiles, check_folder, check_shown
+from .folders import ProgramFolder, ProgramFolders, RootFiles, check_shown, open_folder
 from .sandbox import ImageRoot, ProgramSandboxes, Reach, TaskView, refuse_shown
 
 # Output: one thread reads that of all programs of a host, and keeps its end. It reads a flood
@@ -238,25 +239,45 @@ class RunningProgram:
 class ProgramLauncher:
     """Starts programs in sandboxes, each with its own folder."""
 
-    def __init__(self, config: AgentConfig, private: Sequence[Path] = ()) -> None:
-        """Check the folders of the configuration; blocks, and starts threads.
+    def __init__(
+        self,
+        config: AgentConfig,
+        private: Sequence[Path] = (),
+        may_read: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Open the folders of the configuration; blocks, and starts threads.
 
-        Raises ConfigError for a folder that cannot be used, SandboxError if the machine cannot
-        sandbox programs, and OSError if their folders cannot be made.
+        `may_read` raises ConfigError for a path that the job's owner may not read. Raises
+        ConfigError for a folder that cannot be used, SandboxError if the machine cannot sandbox
+        programs, and OSError if their folders cannot be made.
         """
-        files, grader = config.files, config.reward_files
-        self.files = None if files is None else check_folder("agent.files", files)
-        self.grader = None if grader is None else check_shown("agent.reward_files", grader)
-        self.folders = ProgramFolders()
-        self._image: ImageRoot | None = None
+        self._opened = contextlib.ExitStack()
         try:
-            self._image = None if config.image is None else ImageRoot(config.image)
-            hidden = [*private, self.folders.path, *([self.grader] if self.grader else [])]
-            self.sandboxes = ProgramSandboxes(config, hidden, self._image)
+            self.files = self.grader = None
+            if config.files is not None:
+                files = open_folder("agent.files", config.files, may_read)
+                self.files = self._opened.enter_context(files)
+            if config.reward_files is not None:
+                grader = open_folder("agent.reward_files", config.reward_files, may_read)
+                self.grader = self._opened.enter_context(grader)
+                check_shown("agent.reward_files", grader)
+            read = [
+                self._opened.enter_context(open_folder("agent.read", path, may_read))
+                for path in config.read
+            ]
+            self.folders = ProgramFolders()
+            self._opened.callback(self.folders.close)
+            image = None if config.image is None else ImageRoot(config.image)
+            if image is not None:
+                self._opened.callback(image.close)
+            hidden = [*private, self.folders.path, *([self.grader.path] if self.grader else [])]
+            self.sandboxes = ProgramSandboxes(config, read, hidden, image)
+            for folder in read:
+                check_shown("agent.read", folder)
             if self.files is not None:
-                refuse_shown({"agent.files": self.files}, hidden)
+                refuse_shown({"agent.files": self.files.path}, hidden)
         except BaseException:
-            self._give_back()
+            self._opened.close()
             raise
         self._config = config
         self._reader = OutputReader()
@@ -271,7 +292,7 @@ class ProgramLauncher:
 
     @contextlib.asynccontextmanager
     async def folder(
-        self, files: Path | None, user: int | None = None, root: RootFiles | None = None
+        self, files: Folder | None, user: int | None = None, root: RootFiles | None = None
     ) -> AsyncIterator[ProgramFolder]:
         """Make a folder with copies of `files` and of a task's `root`; remove it in the end.
 
@@ -305,7 +326,7 @@ class ProgramLauncher:
         reach: Reach,
         *,
         endpoint: ModelEndpoint | None = None,
-        more: Mapping[str, Path] | None = None,
+        more: Mapping[str, Folder] | None = None,
         view: TaskView | None = None,
     ) -> AsyncIterator[Running]:
         """Run a program; the end of the context leaves no process of it.
@@ -348,12 +369,7 @@ class ProgramLauncher:
         self._watch.stop()
         self._reader.stop()
         self._workers.shutdown()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self.folders.close()
-        if self._image is not None:
-            self._image.close()
+        self._opened.close()
 
     async def _start(
         self, sandbox: Sandbox, program: bubblewrap.Program

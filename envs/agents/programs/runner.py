@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from ....broker.client.fair_queue import end_tasks
@@ -38,13 +38,16 @@ class ProgramRunner:
         private: Sequence[Path] = (),
         has_tasks: bool = False,
         builds: bool = True,
+        may_read: Callable[[Path], None] = lambda _: None,
     ) -> None:
         """Prepare.
 
         `max_tries` is the job's: the last try of an episode counts even if its program crashed.
         `private` folders are never shown to programs. With `has_tasks` the data are Harbor tasks;
-        `builds`: their images may be built and pulled here.
+        `builds`: their images may be built and pulled here. `may_read` raises ConfigError for the
+        real path of a folder that the job's owner may not read.
         """
+        self._may_read = may_read
         self._has_tasks = has_tasks
         self._builds = builds
         self._config = config
@@ -68,7 +71,9 @@ class ProgramRunner:
         """
         await self._opened.enter_async_context(self._endpoint)
         try:
-            self._launcher = await asyncio.to_thread(ProgramLauncher, self._config, self._private)
+            self._launcher = await asyncio.to_thread(
+                ProgramLauncher, self._config, self._private, self._may_read
+            )
         except OSError as error:
             raise SandboxError(
                 f"the folder for programs cannot be made: {error}",
@@ -88,6 +93,8 @@ class ProgramRunner:
         """
         assert self._launcher is not None
         assert self._environments is not None
+        if opening.record is not None and opening.record.task is not None:
+            self._may_read(opening.record.task.root.path)
         run = AgentRun(
             self._config,
             self._launcher,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ....schemas.config.agent import AgentConfig
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import ConfigError, SandboxError
 from ...sandbox.bubblewrap import bubblewrap_program
 from ...sandbox.sandbox import (
@@ -33,6 +34,7 @@ from ...sandbox.sandbox import (
     Mount,
     Sandbox,
     etc_mounts,
+    held,
     memory_folder,
     python_variables,
     readable,
@@ -368,25 +370,24 @@ class ProgramSandboxes:
     """The sandboxes of a job's programs."""
 
     def __init__(
-        self, config: AgentConfig, private: Sequence[Path] = (), image: ImageRoot | None = None
+        self,
+        config: AgentConfig,
+        read: Sequence[Folder] = (),
+        private: Sequence[Path] = (),
+        image: ImageRoot | None = None,
     ) -> None:
-        """Check the folders; programs must not see `private` ones.
+        """Check the folders `read` by programs, which must not see `private` ones.
 
         The files of an `image` replace the machine's. Raises SandboxError without bubblewrap, and
-        ConfigError for a folder that is missing or shows a private one.
+        ConfigError for a folder that shows a private one.
         """
         bubblewrap_program()
         self._config = config
-        read = {
-            f"agent.read: {path}": folders.check_folder("agent.read", path) for path in config.read
-        }
+        self._read = {folder.path: folder for folder in read}
         own = {"this interpreter": Path(sys.prefix), "its library": Path(sys.base_prefix)}
         own = own if image is None else {}
-        refuse_shown({**read, **own}, private)
-        for path in config.read:
-            folders.check_shown("agent.read", path)
-        self._read = sorted({*read.values()})
-        self._shown = sorted({*read.values(), *own.values()})
+        refuse_shown({**{f"agent.read: {path}": path for path in self._read}, **own}, private)
+        self._shown = sorted({*self._read, *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
         self.unseen = sorted(set(private) - above)
         """Private folders whose names programs do not see either."""
@@ -419,7 +420,13 @@ class ProgramSandboxes:
 
     def shown(self, *, in_image: bool) -> Sequence[Path]:
         """Return the folders that programs read at their own paths; an image has its own Python."""
-        return self._read if in_image else self._shown
+        return sorted(self._read) if in_image else self._shown
+
+    def _mounts(self, shown: Iterable[Path]) -> Iterator[Mount]:
+        """Yield the mounts of folders at their own paths."""
+        for path in shown:
+            folder = self._read.get(path)
+            yield readable(path) if folder is None else held(path, folder.fileno())
 
     def task_sandbox(self, folder: folders.ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
         """Return the sandbox of one stage of a task.
@@ -440,7 +447,7 @@ class ProgramSandboxes:
             *(readable(place, path) for place, path in interpreter_files().items()),
             *(writable(f"/{path}", folder[f"root/{path}"]) for path in writable_paths),
             *(writable(place, folder[part]) for part, place in _STAGES[stage].items()),
-            *(readable(path) for path in shown if stage == "program"),
+            *(self._mounts(shown) if stage == "program" else ()),
         )
         return replace(
             self.sandbox(folder, reach),
@@ -452,7 +459,7 @@ class ProgramSandboxes:
         )
 
     def sandbox(
-        self, folder: folders.ProgramFolder, reach: Reach, more: Mapping[str, Path] | None = None
+        self, folder: folders.ProgramFolder, reach: Reach, more: Mapping[str, Folder] | None = None
     ) -> Sandbox:
         """Return the sandbox of a program in its folder.
 
@@ -466,8 +473,8 @@ class ProgramSandboxes:
                 memory_folder("/dev/shm", (config.memory_mb << 20) // _SHARED_MEMORY_PART),  # noqa: S108 - its own
                 *self._system(folder, is_open),
                 *(writable(place, folder[part]) for part, place in _PLACES.items()),
-                *(readable(path) for path in self._shown),
-                *(readable(place, path) for place, path in (more or {}).items()),
+                *self._mounts(self._shown),
+                *(held(place, files.fileno()) for place, files in (more or {}).items()),
             ),
             folder=WORK,
             variables=python_variables(),
@@ -506,6 +513,6 @@ def refuse_shown(shown: Mapping[str, Path], private: Iterable[Path]) -> None:
                 )
 
 
-def grader_mounts(files: Path | None) -> dict[str, Path]:
+def grader_mounts(files: Folder | None) -> dict[str, Folder]:
     """Return the folders that the reward command reads and the program does not."""
     return {} if files is None else {GRADER: files}

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....schemas.config.agent import AgentConfig
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import SandboxError
 from ...sandbox.bubblewrap import finish
 from ...sandbox.sandbox import (
@@ -135,7 +137,7 @@ class EnvironmentPlanner:
         text, where = task.dockerfile, DOCKERFILE
         if text is None:
             text, where = f"FROM {task.settings.environment.docker_image}\n", SETTINGS
-        ignores = (task.folder / "environment" / ".dockerignore").exists()
+        ignores = task.root.has(f"{task.name}/environment/.dockerignore")
         try:
             plan = plan_sandbox(text, ignores_files=ignores)
         except DockerfileRefused as error:
@@ -156,8 +158,9 @@ class EnvironmentPlanner:
             name, where, verb = settings.docker_image, SETTINGS, "pulled"
             words, limit_s = ["pull", name], _PULL_S
         else:
-            context = task.folder / "environment"
-            name, where, verb = f"tinkermq-harbor:{digest_of(context)}", DOCKERFILE, "built"
+            context = task.path / "environment"  # built by path only for trusted users
+            with task.open("environment") as files:
+                name, where, verb = f"tinkermq-harbor:{digest_of(files)}", DOCKERFILE, "built"
             words = ["build", "--tag", name, "--file", str(context / "Dockerfile"), str(context)]
             limit_s = settings.build_timeout_sec
         if engine.run("image", "inspect", name).returncode == 0:
@@ -183,19 +186,25 @@ class EnvironmentPlanner:
         return TaskRefused(task.name, reason, where, hint=hint)
 
 
-def digest_of(folder: Path) -> str:
+def digest_of(folder: Folder) -> str:
     """Return a digest of the names, modes and contents of a folder's files."""
     digest = blake2b(digest_size=12)
-    for path in sorted(folder.rglob("*")):
-        about = path.lstat()
-        digest.update(f"{path.relative_to(folder)}\0{about.st_mode:o}\0".encode())
-        if path.is_symlink():
-            digest.update(os.fsencode(path.readlink()))
-        elif path.is_file():
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-        digest.update(b"\0")
+    waiting = ["."]
+    while waiting:
+        here = waiting.pop()
+        with folder.folder(here) as inner:
+            for name in sorted(inner.names()):
+                path, mode = f"{here}/{name}", inner.status(name).st_mode
+                digest.update(os.fsencode(f"{path}\0{mode:o}\0"))
+                if stat.S_ISLNK(mode):
+                    digest.update(os.fsencode(os.readlink(name, dir_fd=inner.fileno())))
+                elif stat.S_ISDIR(mode):
+                    waiting.append(path)
+                elif stat.S_ISREG(mode):
+                    with inner.open(name) as file:
+                        while chunk := file.read(1 << 20):
+                            digest.update(chunk)
+                digest.update(b"\0")
     return digest.hexdigest()
 
 
@@ -230,14 +239,14 @@ class TaskEnvironments:
 
         Raises TaskRefused for a task that cannot be run here, and SandboxError.
         """
-        making = self._made.get(task.folder)
+        making = self._made.get(task.path)
         if making is None:
             name = f"environment of task {task.name}"
             making = asyncio.create_task(self._make(task), name=name)
-            self._made[task.folder] = making
+            self._made[task.path] = making
         made = await asyncio.shield(making)
         made.num_users += 1
-        self._made[task.folder] = self._made.pop(task.folder)  # it becomes the last to be removed
+        self._made[task.path] = self._made.pop(task.path)  # it becomes the last to be removed
         try:
             yield made.environment
         finally:
@@ -282,7 +291,7 @@ class TaskEnvironments:
                 await asyncio.to_thread(made.give_back)
                 raise
         except SandboxError:
-            self._made.pop(task.folder, None)  # it may be temporary
+            self._made.pop(task.path, None)  # it may be temporary
             raise
         return made
 
@@ -356,8 +365,11 @@ class TaskEnvironments:
 
     def _write_steps(self, folder: ProgramFolder, task: HarborTask, plan: SandboxPlan) -> None:
         folder.make(None, 0)
-        context = task.folder / "environment"
-        folder.add("context", context if task.dockerfile else None, self._config.disk_mb << 20)
+        if task.dockerfile is None:
+            folder.add("context")
+        else:
+            with task.open("environment") as context:
+                folder.add("context", context, self._config.disk_mb << 20)
         folder.add("root")
         folder["root"].chmod(0o755)  # bubblewrap enters it without the rights of its owner
         for name in _FOLDERS:

@@ -638,16 +638,17 @@ def test_users_may_know_of_their_runs_and_of_the_operators_folders(
     monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
     (tmp_path / "runs/ada").mkdir(parents=True)
     (tmp_path / "runs/ada/link").symlink_to(tmp_path / "secrets")
-    ada = Reader("ada", [tmp_path / "runs"])
+    ada = Reader("ada", [tmp_path / "runs/ada"], [tmp_path / "runs"])
     known = {name: ada.may_know(f"{tmp_path}/{name}") for name in _PLACES}
     assert known == _PLACES
-    assert Reader("root", []).may_know(f"{tmp_path}/secrets")
+    assert Reader("root", [], []).may_know(f"{tmp_path}/secrets")
 
 
 _PLACES = {
     "models/m": True,
     "runs/ada/r/checkpoints/step_000001": True,
     "runs/ada/link": False,
+    "runs/ben/ada/checkpoints/step_000001": False,
     "runs/bob/r": False,
     "runs": False,
     "secrets": False,

@@ -131,6 +131,23 @@ def test_a_link_that_came_after_the_submission_is_found_right_before_the_files_a
         refuse_links_to_others(record, config)
 
 
+def test_a_run_with_the_name_of_another_user_is_not_that_users(tmp_path: Path) -> None:
+    """Nor a folder in it: a user may choose the name of someone's run, or `checkpoints`."""
+    root = tmp_path / "runs"
+    mine = a_model(root / "ada" / "old" / "model")
+    config = parse_config({"model": {"path": str(mine)}, "env": {"game": "bandit"}})
+    for theirs in ("ben/ada", "ben/r/ada", "ben/r/checkpoints/ada"):
+        hers = a_model(root / theirs)
+        (mine / "model.safetensors").unlink()
+        to_the_file(mine, hers)
+        with pytest.raises(ConfigError, match=r"is in a run folder of another user"):
+            refuse_links_to_others(a_job(root), config)
+    own = a_model(root / "team" / "ada" / "r")
+    (mine / "model.safetensors").unlink()
+    to_the_file(mine, own)
+    refuse_links_to_others(a_job(root, own_folders=[str(root / "team" / "ada")]), config)
+
+
 def test_a_run_folder_that_became_a_link_out_of_the_roots_is_not_written_to(tmp_path: Path) -> None:
     root, outside = tmp_path / "runs", tmp_path / "outside"
     outside.mkdir()

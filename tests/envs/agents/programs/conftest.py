@@ -14,6 +14,7 @@ from tinkermq.envs.running.episodes import Opening
 from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.config.agent import AgentConfig
 
+from tests.support.harbor_tasks import forget_tasks
 from tests.support.model_endpoint import ModelEndpoint
 from tests.support.waiting import PATIENCE_S, until
 
@@ -105,6 +106,7 @@ async def hosting(
     max_tries: int = 1,
     private: tuple[Path, ...] = (),
     has_tasks: bool = False,
+    may_read: Callable[[Path], None] = lambda _: None,
     **config: Any,
 ) -> AsyncIterator[Host]:
     """Host a Python program; afterwards no process and no folder of it may be left."""
@@ -117,6 +119,7 @@ async def hosting(
         max_tries=max_tries,
         private=private,
         has_tasks=has_tasks,
+        may_read=may_read,
     )
     try:
         await runner.start()
@@ -124,6 +127,7 @@ async def hosting(
     finally:
         folders = runner._launcher and runner._launcher.folders.path
         await runner.stop()
+        forget_tasks()
         assert not (folders and folders.exists())
     try:
         await until(lambda: no_more_than(before), "rest")

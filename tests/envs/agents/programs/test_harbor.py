@@ -16,7 +16,7 @@ from tinkermq.schemas.config.agent import TaskSource
 from tinkermq.schemas.wire.errors import RewardError
 
 from tests.envs.agents.programs.conftest import hosting
-from tests.support.harbor_tasks import PLAIN, TASKS, Task, passes_if, write_tasks
+from tests.support.harbor_tasks import PLAIN, TASKS, Task, passes_if, read, write_tasks
 
 pytestmark = pytest.mark.full
 
@@ -54,9 +54,8 @@ def played(tmp_path: Path) -> Played:
 
 def record(folder: Path) -> Record:
     """The row of a task."""
-    return Record(
-        [{"role": "user", "content": "Go."}], None, columns={"task": folder.name}, folder=folder
-    )
+    message = {"role": "user", "content": "Go."}
+    return Record([message], None, columns={"task": folder.name}, task=read(folder))
 
 
 async def test_the_tasks_of_a_folder_are_solved_and_judged_by_their_tests(tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ async def test_the_tasks_of_a_folder_are_solved_and_judged_by_their_tests(tmp_pa
     assert [one.name for one in rows.tasks] == list(TASKS)
     async with hosting(SOLVE, files=str(solutions)) as host:
         rewards = {
-            task.name: await host.play(f"{task.name}-1", record=record(task.folder))
+            task.name: await host.play(f"{task.name}-1", record=record(task.path))
             for task in rows.tasks
         }
     partial = rewards.pop("partial-credit")

@@ -12,14 +12,15 @@ from tinkermq.envs.agents.programs.task_environments import (
     digest_of,
     find_engine,
 )
-from tinkermq.envs.task_folders import TaskRefused, read_task
+from tinkermq.envs.task_folders import TaskRefused
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.local.folder import Folder
 
 from tests.envs.agents.programs.conftest import hosting
 from tests.envs.agents.programs.test_harbor import record
 from tests.support.fake_engine import FakeEngine, image_files
-from tests.support.harbor_tasks import Task, passes_if
+from tests.support.harbor_tasks import Task, passes_if, read
 
 ASK = r"""
 exec 3<>/dev/tcp/127.0.0.1/48470
@@ -70,7 +71,7 @@ touch /root/x && ls /root
     assert (first.reward, second.reward) == (1.0, 1.0)
     assert second.info["output"] == first.info["output"]
     context = folder / "environment"
-    tag = f"tinkermq-harbor:{digest_of(context)}"
+    tag = f"tinkermq-harbor:{digest_of(Folder(context))}"
     build = ["build", "--tag", tag, "--file", str(context / "Dockerfile"), str(context)]
     assert engine.calls("build") == [build]
     assert engine.calls("create") == [["create", "--pull=never", "--network=none", tag, "/none"]]
@@ -82,8 +83,8 @@ async def test_an_image_that_is_named_is_pulled_unless_it_is_there(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
     task = Task("Go.", FIXED.test, "", files={"task.toml": "[environment]\ndocker_image = 'base'"})
-    there = read_task(task.write(tmp_path / "tasks" / "there"))
-    pulled = read_task(
+    there = read(task.write(tmp_path / "tasks" / "there"))
+    pulled = read(
         Task(
             "Go.", "", "", files={"task.toml": "[environment]\ndocker_image = 'registry/x:1'\n"}
         ).write(tmp_path / "tasks" / "pulled")
@@ -104,16 +105,16 @@ def test_an_image_that_cannot_be_had_refuses_its_task_with_the_engines_words(
     absent = Task("Go.", "", "", files={"task.toml": "[environment]\ndocker_image = 'other'\n"})
     planner = EnvironmentPlanner(AgentConfig(command=["sh"]))
     with pytest.raises(TaskRefused, match=r"cannot be built: podman says: .*at STEP FAIL") as error:
-        planner.image_of(read_task(broken))
+        planner.image_of(read(broken))
     assert error.value.where == "environment/Dockerfile"
     with pytest.raises(TaskRefused, match="cannot be pulled: podman says: manifest of other"):
-        planner.image_of(read_task(absent.write(tmp_path / "absent")))
+        planner.image_of(read(absent.write(tmp_path / "absent")))
 
 
 def test_hosts_of_users_use_only_images_that_are_there(engine: FakeEngine, tmp_path: Path) -> None:
     planner = EnvironmentPlanner(AgentConfig(command=["sh"]), builds=False)
     with pytest.raises(TaskRefused, match="is not built here for users") as error:
-        planner.image_of(read_task(FIXED.write(tmp_path / "a-task")))
+        planner.image_of(read(FIXED.write(tmp_path / "a-task")))
     assert "podman build --tag tinkermq-harbor:" in error.value.hint
     assert not engine.calls("build")
 
@@ -191,5 +192,5 @@ async def test_a_real_engine_builds_the_environment_of_a_task(tmp_path: Path) ->
         ) as host:
             assert (await host.play(record=record(folder))).reward == 1.0
     finally:
-        built = f"tinkermq-harbor:{digest_of(folder / 'environment')}"
+        built = f"tinkermq-harbor:{digest_of(Folder(folder / 'environment'))}"
         await asyncio.to_thread(engine.run, "rmi", "-f", name, built)
