@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ..broker.feed import ValidationScore, best_of, follow
 from ..broker.presence import INTERVAL_S, list_presences
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import Event, LogLines, Metric, Presence
+from ..schemas.metric import WHY_EQUAL, Event, LogLines, Metric, Presence
 from ..schemas.wire.errors import NotFoundError
 from .pool import Pool
 
@@ -179,6 +179,8 @@ class RunProgress:
     _scores: dict[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
     values: dict[str, float] = field(default_factory=dict[str, float])
     bottleneck: str = ""
+    num_unlearnt: int = 0
+    """Training steps whose gradient was 0 because all groups had equal rewards."""
     event: Event | None = None
     phases: dict[str, int] = field(default_factory=dict[str, int])
     """Running episodes by phase; empty before the first heartbeat."""
@@ -233,6 +235,16 @@ class RunProgress:
             "in the environment": max(opened - generating - queued, 0),
         }
 
+    @property
+    def unlearnt(self) -> str:
+        """Describe the steps of an ended run that changed nothing; empty if most of them did."""
+        if not self.ended or 2 * self.num_unlearnt <= len(self.rewards):
+            return ""
+        return (
+            f"{self.num_unlearnt} of {len(self.rewards)} steps learnt nothing: all groups had "
+            f"equal rewards. {WHY_EQUAL}"
+        )
+
     def add_metric(self, metric: Metric) -> bool:
         """Add the metrics of a step; return whether it is a new training step."""
         self.values.update(metric.values)
@@ -245,6 +257,7 @@ class RunProgress:
         reward = metric.values.get(LOSS if self.measure == "loss" else REWARD)
         if reward is None:
             return False
+        self.num_unlearnt += metric.is_unlearnt and metric.step not in self.rewards
         self.rewards[metric.step] = reward
         self._times[metric.step] = metric.time
         if len(self._times) > _RECENT_STEPS + 1:

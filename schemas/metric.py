@@ -8,6 +8,12 @@ from .task import Blame
 from .wire.codec import read_json
 from .wire.message import Message, with_last
 
+EQUAL_SHARE = "rollout/equal_reward_share"
+"""Metric: share of the step's groups whose rewards are all equal."""
+WHY_EQUAL = (
+    "Usually the task is too hard or too easy for the model, the reward has only one value, or "
+    "rollout.group_size is too small"
+)
 _PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 
 
@@ -20,6 +26,12 @@ class Metric(Message):
     """NaN: could not be computed."""
     time: float
     """Seconds since the epoch."""
+
+    @property
+    def is_unlearnt(self) -> bool:
+        """Whether the step's gradient is 0, and all its groups have equal rewards."""
+        equal, norm = self.values.get(EQUAL_SHARE), self.values.get("actor/grad_norm")
+        return equal == 1.0 and norm == 0.0
 
 
 class Event(Message):

@@ -16,7 +16,7 @@ from ...broker.jetstream.kv import Entry
 from ...broker.presence import list_presences
 from ...schemas.local.disk import in_thread, read_objects, with_room
 from ...schemas.local.tracking import GuardedTracker, TrackedRun, Tracker, make_trackers
-from ...schemas.metric import Metric, Presence
+from ...schemas.metric import WHY_EQUAL, Metric, Presence
 from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError, TinkermqError
@@ -162,6 +162,8 @@ class CoreUse:
 _LOOK_S = 2.0
 _WINDOW = 20
 _BOTTLENECK_EVERY_S = 5.0
+_UNLEARNT_STEPS = 5
+"""Steps in a row with a gradient of 0 after which an event says so."""
 _MAX_TABLE_CHARS = 20_000
 _FLUSH_S = 5.0
 """Time for trackers to log their numbers when a learner ends early."""
@@ -198,6 +200,8 @@ class Reporter:
     )
     """Numbers that are not yet in the run's own file."""
     _is_unwritable: bool = False
+    _num_unlearnt: int = 0
+    """Steps in a row that changed nothing."""
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def report(
@@ -247,6 +251,18 @@ class Reporter:
         await self._log(step, numbers)
         await self._log_episodes(step, groups)
         await self._report_bottleneck()
+        await self._report_unlearnt(metric)
+
+    async def _report_unlearnt(self, metric: Metric) -> None:
+        """Send an event after some steps in a row that changed nothing."""
+        self._num_unlearnt = self._num_unlearnt + 1 if metric.is_unlearnt else 0
+        if self._num_unlearnt == _UNLEARNT_STEPS:
+            first = metric.step - _UNLEARNT_STEPS + 1
+            text = (
+                f"nothing was learnt in steps {first} to {metric.step}: "
+                f"the gradient is 0, since all groups have equal rewards. {WHY_EQUAL}"
+            )
+            await self.context.event("nothing_learnt", text, step=metric.step)
 
     async def _log(self, step: int, values: Mapping[str, float]) -> None:
         """Pass numbers to the trackers, each once; wait for room on a full disk.

@@ -5,64 +5,67 @@ prompt opened it, then JSON or tool calls in the form of the model's chat templa
 that ends the turn. White space within JSON is bounded, so that no model continues it for ever.
 
 The allowed tokens depend only on the answer's tokens, so that an answer can be continued elsewhere
-and by newer weights. Compiling is bounded by the size of the text, by the library's limits on
-states and steps, and by a deadline in a thread of its own.
+and by newer weights. A grammar is compiled once `grammar_trial` has shown what that takes; users
+are served in turn, one grammar at a time, and the memory of a user's grammars is bounded.
 """
 
 import asyncio
 import json
-import re
-import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy as copied
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import llguidance
 import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
+from ...broker.client.fair_queue import FairLock
 from ...schemas.model_apis.canonical import THOUGHT
-from ...schemas.output_format import OutputFormat, check_multiples, check_schema, closed
+from ...schemas.output_format import OutputFormat, check_multiples, check_schema
 from ...schemas.tool_calls import CLOSE, OPEN, parse_tool_calls
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
 from .chat import ChatTokenizer
+from .grammar_trial import WORD_BITS, GrammarTrials, Schemas, Verdict, compiled, json_rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-T = TypeVar("T")
-COMPILE_S = 10.0
-"""Time limit for compiling a grammar."""
+WAIT_S = 30.0
+"""Time limit for compiling a grammar after those of other users."""
 MAX_GRAMMARS = 64
 """Cached compiled grammars."""
-MAX_GRAMMAR_CHARS = 512 << 10
-"""Size of one grammar."""
-MAX_KEPT_CHARS = 4 << 20
-"""Size of all cached grammars: the memory of a compiled one grows with its text."""
+MAX_USER_BYTES = 512 << 20
+"""Memory of one user's grammars, cached ones and those of answers in progress."""
+MAX_BYTES = 2 << 30
+"""Memory of all grammars."""
 _MAX_WAITING = 64
 _SHOWN = 300
-_PLACE = re.compile(r"^at \d+\(\d+\): ")
-_LINES = re.compile(r"\n +\d+ \| ")
-_WORDS = 32
-"""Bits of one word of a mask."""
-
-
-def _limits() -> llguidance.LLParserLimits:
-    """Return the library's defaults with less memory (1-2 kB a state) and shorter errors."""
-    return llguidance.LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 
 class TokenGrammar:
     """A compiled grammar of one tokenizer."""
 
-    def __init__(self, text: str, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+    def __init__(
+        self,
+        text: str,
+        matcher: llguidance.LLMatcher,
+        num_tokens: int,
+        user: str = "",
+        num_bytes: int = 0,
+    ) -> None:
         """Wrap a matcher at its start; use `GrammarCompiler`."""
         self.text = text
+        self.user = user
+        """The user for whom it was compiled."""
+        self.num_bytes = num_bytes
+        """Memory that it took to compile."""
         self.num_tokens = num_tokens
         """Tokens of the tokenizer."""
         self.failed = False
@@ -110,7 +113,7 @@ class MaskFiller:
         `error`, and allows everything.
         """
         known = states[0].grammar.num_tokens
-        words = np.zeros((len(states), -(-known // _WORDS)), np.int32)
+        words = np.zeros((len(states), -(-known // WORD_BITS)), np.int32)
         if len(states) == 1:
             llguidance.numpy.fill_next_token_bitmask(states[0].matcher, words, 0)
         else:
@@ -136,113 +139,112 @@ class GrammarCompiler:
         """Compile for `tokenizer`, which is read with the first grammar."""
         self._tokenizer = tokenizer
         self._read: llguidance.LLTokenizer | None = None
+        self._trials: GrammarTrials | None = None
         self._cached: OrderedDict[str, TokenGrammar] = OrderedDict()
-        self._running: dict[str, asyncio.Future[TokenGrammar]] = {}
+        self._in_use: weakref.WeakSet[TokenGrammar] = weakref.WeakSet()
+        self._running: dict[tuple[str, str], asyncio.Task[TokenGrammar]] = {}
+        self._turns = FairLock()
         self._thread: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
 
-    async def compile(self, text: str) -> TokenGrammar:
-        """Return a grammar, compiled in a thread.
+    async def compile(self, text: str, user: str = "", schemas: Schemas = ()) -> TokenGrammar:
+        """Return a grammar, compiled in the user's turn; errors name the part of `schemas`.
 
         Raises ConfigError for one that is too large, malformed or not supported, DeadlineError if
-        it takes too long, BusyError if too many others wait.
+        it waits too long, BusyError if too many of the user's wait or too many are in use.
         """
-        known = self._remembered(text)
-        if known is not None:
-            return known
-        running = self._running.get(text)
-        if running is None:
-            if len(self._running) >= _MAX_WAITING:
-                raise BusyError(
-                    f"{len(self._running)} output formats are being compiled",
-                    hint="ask again later",
-                )
-            running = self._submit(lambda: self.compile_here(text))
-            self._running[text] = running
-            running.add_done_callback(lambda done: self._ended(text, done))
-        done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
-        if not done:
-            raise DeadlineError(
-                f"the output format was not compiled within {COMPILE_S:g} s",
-                hint="give a smaller schema",
-            )
-        return running.result()
-
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Call a function in the compiling thread; raises DeadlineError if that takes too long."""
-        running = self._submit(work)
-        done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
-        if not done:
-            running.add_done_callback(lambda late: late.cancelled() or late.exception())
-            raise DeadlineError("the compiler of output formats is busy", hint="ask again later")
-        return running.result()
-
-    def _submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def compile_here(self, text: str) -> TokenGrammar:
-        """Return a grammar, compiled in this thread; raises ConfigError."""
         if (known := self._remembered(text)) is not None:
             return known
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise ConfigError(
-                f"the output format has {len(text):,} characters as a grammar, and may have "
-                f"{MAX_GRAMMAR_CHARS:,}",
-                hint="give smaller schemas, or fewer tools",
+        running = self._running.get((user, text))
+        if running is None:
+            if sum(owner == user for owner, _ in self._running) >= _MAX_WAITING:
+                raise BusyError(
+                    f"{_MAX_WAITING} output formats of this user are being compiled",
+                    hint="ask again later",
+                )
+            running = asyncio.create_task(self._in_turn(text, user, schemas), name="grammar")
+            self._running[user, text] = running
+            running.add_done_callback(partial(self._ended, (user, text)))
+        done, _ = await asyncio.wait({running}, timeout=WAIT_S)
+        if not done:
+            raise DeadlineError(
+                f"the output format was not compiled within {WAIT_S:g} s, in turn with others",
+                hint="ask again later",
             )
+        return running.result()
+
+    async def _in_turn(self, text: str, user: str, schemas: Schemas) -> TokenGrammar:
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        async with self._turns.turn(user):
+            if (known := self._remembered(text)) is not None:
+                return known
+            verdict = await in_thread(self._try, text, schemas)
+            if verdict.error:
+                raise ConfigError(verdict.error, hint=verdict.hint)
+            num_bytes = verdict.num_bytes + len(text)
+            self._make_room(user, num_bytes)
+            return self._keep(await in_thread(self._compile, text, user, num_bytes))
+
+    def _try(self, text: str, schemas: Schemas) -> Verdict:
+        if self._trials is None:
+            tokenizer = tokenizer_text(self._tokenizer)
+            self._trials = GrammarTrials(
+                tokenizer, cast("int | None", self._tokenizer.eos_token_id)
+            )
+        return self._trials.run(text, schemas)
+
+    def compile_here(self, text: str) -> TokenGrammar:
+        """Return a grammar that `compile` has accepted in another process, compiled at once."""
+        return self._remembered(text) or self._keep(self._compile(text, "", len(text)))
+
+    def _compile(self, text: str, user: str, num_bytes: int) -> TokenGrammar:
         read = self._read = self._read or read_tokenizer(self._tokenizer)
-        matcher = llguidance.LLMatcher(read, text, log_level=0, limits=_limits())
-        if error := matcher.get_error():
-            raise ConfigError(
-                f"the output format is not supported: {_reason(error)}",
-                hint="change the schema accordingly",
-            )
-        grammar = TokenGrammar(text, matcher, read.vocab_size)
-        first = grammar.begin()
-        MaskFiller().allowed([first], grammar.num_tokens)
-        if first.error:
-            raise ConfigError(
-                f"the output format allows no answer at all: {first.error.splitlines()[0]}",
-                hint="check that no $ref leads only to itself",
-            )
-        with self._lock:
-            for failed in [key for key, grammar in self._cached.items() if grammar.failed]:
-                del self._cached[failed]
-            self._cached[text] = grammar
-            while len(self._cached) > MAX_GRAMMARS or sum(map(len, self._cached)) > MAX_KEPT_CHARS:
-                self._cached.popitem(last=False)
+        return TokenGrammar(text, compiled(read, text), read.vocab_size, user, num_bytes)
+
+    def _keep(self, grammar: TokenGrammar) -> TokenGrammar:
+        self._cached[grammar.text] = grammar
+        self._in_use.add(grammar)
+        while len(self._cached) > MAX_GRAMMARS:
+            self._cached.popitem(last=False)
         return grammar
 
-    def _remembered(self, text: str) -> TokenGrammar | None:
-        with self._lock:
-            known = self._cached.get(text)
-            if known is None or known.failed:
-                return None
-            self._cached.move_to_end(text)
-            return known
+    def _make_room(self, user: str, num_bytes: int) -> None:
+        """Drop cached grammars until another fits; BusyError if answers use too many."""
+        for failed in [key for key, grammar in self._cached.items() if grammar.failed]:
+            del self._cached[failed]
+        for whose, most in ((user, MAX_USER_BYTES), (None, MAX_BYTES)):
+            for key in [key for key, known in self._cached.items() if whose in (None, known.user)]:
+                if self._held(whose) + num_bytes > most:
+                    del self._cached[key]
+            if (held := self._held(whose)) + num_bytes > most:
+                raise BusyError(
+                    f"answers in progress use output formats of {held >> 20:,} MiB, and this one "
+                    f"has {num_bytes >> 20:,} MiB: {most >> 20:,} MiB are allowed",
+                    hint="wait for some answers, or give smaller schemas",
+                )
 
-    def _ended(self, text: str, done: "asyncio.Future[TokenGrammar]") -> None:
-        self._running.pop(text, None)
+    def _held(self, user: str | None) -> int:
+        """Return the memory of the grammars of a user, or of all, that are cached or in use."""
+        return sum(item.num_bytes for item in self._in_use if user in (None, item.user))
+
+    def _remembered(self, text: str) -> TokenGrammar | None:
+        known = self._cached.get(text)
+        if known is None or known.failed:
+            return None
+        self._cached.move_to_end(text)
+        return known
+
+    def _ended(self, key: tuple[str, str], done: "asyncio.Task[TokenGrammar]") -> None:
+        self._running.pop(key, None)
         if not done.cancelled():
             done.exception()  # raised for the waiting request
 
 
 def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokenizer:
     """Return a tokenizer for grammars; raises ConfigError if its tokens cannot be read."""
-    backend = cast("Any", getattr(tokenizer, "backend_tokenizer", None))
-    if backend is None:
-        raise ConfigError(
-            f"output formats need a tokenizer of the tokenizers library, and "
-            f"{type(tokenizer).__name__} is none",
-            hint="save it as tokenizer.json (`save_pretrained` of a fast tokenizer)",
-        )
-    eos = cast("int | None", tokenizer.eos_token_id)
-    copy: Any = copied(backend)
-    copy.no_padding()
-    copy.no_truncation()
+    text = tokenizer_text(tokenizer)
     try:
-        return llguidance.LLTokenizer(copy.to_str(), eos_token=eos)
+        return llguidance.LLTokenizer(text, eos_token=cast("int | None", tokenizer.eos_token_id))
     except ValueError as error:
         raise ConfigError(
             f"output formats do not work with this tokenizer: {str(error)[:_SHOWN]}",
@@ -250,24 +252,23 @@ def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokeniz
         ) from error
 
 
-def check_grammar(text: str) -> str:
-    """Return the error of a grammar for any tokenizer; empty: none."""
-    message = llguidance.LLMatcher.validate_grammar(text, limits=_limits())
-    return _reason(message) if message else ""
-
-
-def _reason(message: str) -> str:
-    """Return the library's reason without lines of the generated grammar."""
-    first = _LINES.split(message)[0]
-    return " ".join(_PLACE.sub("", first).split())[:_SHOWN].removeprefix(
-        "failed to compile JSON schema: "
-    )
+def tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the tokenizer.json of a tokenizer; ConfigError for one of another library."""
+    backend = cast("Any", getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise ConfigError(
+            f"output formats need a tokenizer of the tokenizers library, and "
+            f"{type(tokenizer).__name__} is none",
+            hint="save it as tokenizer.json (`save_pretrained` of a fast tokenizer)",
+        )
+    copy: Any = copied(backend)
+    copy.no_padding()
+    copy.no_truncation()
+    return str(copy.to_str())
 
 
 # -- the grammar of an output format ---------------------------------------------------------------
 
-_SPACE = r"( |\n {0,24})?"
-"""One space, or a line break and an indentation."""
 _NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -286,8 +287,6 @@ _TOOL: Mapping[str, Any] = {
         },
     },
 }
-_MOST_TRIED = 200
-"""Parts of a schema that are compiled separately to find an unsupported one."""
 
 
 class OtherCallForm(ConfigError):
@@ -320,20 +319,16 @@ class OutputGrammars:
         tools: Sequence[Mapping[str, Any]],
         *,
         thinking: bool = False,
+        user: str = "",
     ) -> TokenGrammar:
-        """Return the grammar of answers to a prompt; `thinking`: it opened the reasoning.
+        """Return the grammar of answers to a user's prompt; `thinking`: it opened the reasoning.
 
         Raises ConfigError for an unsupported format, or a template that writes calls in another
         form than `<tool_call>{"name": …, "arguments": …}</tool_call>`;
         DeadlineError and BusyError as `GrammarCompiler.compile` does.
         """
         text = self.text(form, tools, thinking=thinking)
-        try:
-            return await self._compiler.compile(text)
-        except ConfigError as error:
-            if place := await self._compiler.in_thread(lambda: _unsupported(form, tools)):
-                raise ConfigError(f"{error.message} (at {place})", hint=error.hint) from error
-            raise
+        return await self._compiler.compile(text, user, _schemas(form, tools))
 
     def text(
         self, form: OutputFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
@@ -346,7 +341,7 @@ class OutputGrammars:
         rules: list[str] = []
         kinds: list[str] = []
         if form.json_schema is not None:
-            rules.append(f"json: {_json(form.json_schema)}")
+            rules.append(f"json: {json_rule(form.json_schema)}")
             kinds.append("json")
         if form.functions:
             rules += self._calls(form, tools)
@@ -389,7 +384,7 @@ class OutputGrammars:
                 self._with_mark_tokens(form.before),
                 _text(json.dumps(name, ensure_ascii=False)[1:-1]),  # within a text of JSON
                 self._with_mark_tokens(form.between),
-                _json(_arguments(schema, place)),
+                json_rule(_arguments(schema, place)),
                 self._with_mark_tokens(form.after),
             )
             rules.append(f"{rule}: {' '.join(part for part in parts if part)}")
@@ -488,15 +483,6 @@ def _arguments(schema: Any, place: str) -> dict[str, Any]:
     return {**fields, "type": "object"}
 
 
-def _json(schema: Any) -> str:
-    closed_schema: dict[str, Any] | bool = closed(schema)
-    if isinstance(closed_schema, bool):
-        nothing: list[Any] = []
-        closed_schema = {} if closed_schema else {"enum": nothing}
-    options = {"whitespace_flexible": True, "whitespace_pattern": _SPACE}
-    return f"%json {json.dumps({**closed_schema, 'x-guidance': options}, ensure_ascii=False)}"
-
-
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
@@ -515,47 +501,3 @@ def _schemas(form: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[tup
         if function.get("name") in form.functions and function.get("parameters"):
             schemas.append((f"tools[{number}].function.parameters", function["parameters"]))
     return schemas
-
-
-def _unsupported(form: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the place of the innermost unsupported part; empty: unknown."""
-    tried = 0
-    for place, schema in _schemas(form, tools):
-        named = place
-        inner: list[tuple[str, Any]] = [(place, schema)]
-        while inner and tried < _MOST_TRIED:
-            tried += 1
-            at, part = inner.pop(0)
-            if _is_wrong(part, schema):
-                named, inner = at, [] if at.endswith(".pattern") else _parts(part, at)
-        if named != place or _is_wrong(schema, schema):
-            return named
-    return ""
-
-
-def _is_wrong(part: Any, root: Any) -> bool:
-    if not isinstance(part, dict) or not isinstance(root, dict):
-        return False
-    known = cast("dict[str, Any]", root)
-    shared = {name: known[name] for name in ("$defs", "definitions") if name in known}
-    own = cast("dict[str, Any]", part)
-    return bool(check_grammar(f"start: {_json({**shared, **own})}\n"))
-
-
-def _parts(schema: Any, place: str) -> list[tuple[str, Any]]:
-    """Return the schemas directly within one, with their places."""
-    inner_parts: list[tuple[str, Any]] = []
-    for key, value in cast("dict[str, Any]", schema).items() if isinstance(schema, dict) else ():
-        at = f"{place}.{key}"
-        if key in ("properties", "patternProperties", "$defs", "definitions"):
-            if isinstance(value, dict):
-                parts = cast("dict[str, Any]", value)
-                inner_parts += [(f"{at}.{name}", inner) for name, inner in parts.items()]
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            listed = cast("list[Any]", value)
-            inner_parts += [(f"{at}[{number}]", inner) for number, inner in enumerate(listed)]
-        elif key in ("items", "additionalProperties"):
-            inner_parts.append((at, value))
-        elif key == "pattern":
-            inner_parts.append((at, {"type": "string", "pattern": value}))
-    return inner_parts

@@ -126,11 +126,18 @@ class Answers:
         *,
         max_context: int,
         max_open: int,
+        grammars: OutputGrammars | None = None,
+        user: str = "",
     ) -> None:
-        """`max_open` is the maximum number of choices that are generated or queued."""
+        """Answer one user, or the callers of one job.
+
+        `max_open` is the maximum number of choices that are generated or queued; `grammars` are
+        those of `chat` if others answer with it, too.
+        """
         self._engine = engine
         self._chat = chat
-        self._grammars = OutputGrammars(chat)
+        self._grammars = grammars or OutputGrammars(chat)
+        self._user = user
         self._model_name = model_name
         self._max_context = max_context
         self._max_open = max_open
@@ -229,7 +236,7 @@ class Answers:
             return None
         tools = request.tools if isinstance(request, ChatRequest) else ()
         thinking = any(prompt.opened.startswith(THINK) for prompt in prompts)
-        return await self._grammars.of(required, tools, thinking=thinking)
+        return await self._grammars.of(required, tools, thinking=thinking, user=self._user)
 
     async def _score(
         self,

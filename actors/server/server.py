@@ -31,6 +31,7 @@ from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ..engine.engine import Engine, bytes_of_engines, report_engine
 from ..policy.chat import ChatTokenizer, make_chat
+from ..policy.grammar import OutputGrammars
 from ..policy.lora import config_of
 from ..policy.policies import MAIN, check_weights, config_of_checkpoint, config_of_folder
 from ..rollout.agent_loop import (
@@ -153,6 +154,7 @@ async def run_server(context: JobContext) -> None:
     engines = await start_engines(context.record, config)
     engine = engines[""]
     context.own_bytes = partial(bytes_of_engines, engines.values())
+    grammars = OutputGrammars(chat)
     answers = {
         adapter: Answers(
             its_engine,
@@ -160,6 +162,7 @@ async def run_server(context: JobContext) -> None:
             partial(_name, context.record, adapter, its_engine),
             max_context=config.generator.max_context or config.rollout.max_tokens,
             max_open=_QUEUED_PER_ROW * config.generator.num_requests,
+            grammars=grammars,
         )
         for adapter, its_engine in engines.items()
     }

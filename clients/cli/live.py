@@ -87,6 +87,8 @@ class LineDisplay:
             if update.state != self._state:
                 self._state = update.state
                 print_plain(f"{update.name} {update.state} {update.reason}".rstrip())
+                if progress.unlearnt:
+                    print_plain(progress.unlearnt)
         elif isinstance(update, Event):
             if update.kind == "bottleneck" and update.message == known:
                 return
@@ -165,6 +167,8 @@ def render(progress: RunProgress, events: list[Event]) -> Group:
         lines.append(Text(f"episodes    {phases}"))
     if progress.bottleneck and not progress.ended:
         lines.append(Text(progress.bottleneck, style="yellow"))
+    if progress.unlearnt:
+        lines.append(Text(progress.unlearnt, style="yellow"))
     lines += [Text.from_markup(_event_line(event)) for event in events]
     if record.reason and record.state != "RUNNING":
         lines.append(Text(harmless(record.reason), style=style))

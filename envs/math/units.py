@@ -270,7 +270,7 @@ def split_unit(answer: str, *, letters: bool = True) -> Measure | None:
     if "," in number or not re.search(r"\d|\\pi", number):
         return None
     unit_text = text[len(number) :]
-    if re.search(r"\\[A-Za-z]+$", number):  # a space that only ends the name of \pi
+    if re.search(r"\\[A-Za-z]+\Z", number):  # a space that only ends the name of \pi
         unit_text = unit_text.lstrip()
     parsed = _parse_unit(unit_text, letters=letters)
     if parsed is None:

@@ -246,6 +246,21 @@ def test_numbers_that_could_not_be_computed_are_left_out(progress: RunProgress) 
     assert "lag" not in step_line(progress)
 
 
+def test_the_end_of_a_run_of_equal_rewards_says_that_nothing_was_learnt(
+    progress: RunProgress,
+) -> None:
+    equal = {"rollout/equal_reward_share": 1.0, "actor/grad_norm": 0.0}
+    for step in (1, 2, 3):
+        progress.add_metric(metric(step, **equal))
+        progress.add_metric(metric(step, **equal))  # sent again after a reconnection
+    assert progress.unlearnt == ""  # it may still learn
+    progress.add_record(progress.record.model_copy(update={"state": "COMPLETED"}))
+    assert progress.unlearnt.startswith("3 of 3 steps learnt nothing: all groups had equal rewards")
+    for step in range(4, 8):
+        progress.add_metric(metric(step, **equal | {"actor/grad_norm": 0.1}))
+    assert progress.unlearnt == ""
+
+
 def test_success_entropy_and_length_stand_before_the_speed(progress: RunProgress) -> None:
     numbers = {
         "game/success_rate": 0.25,

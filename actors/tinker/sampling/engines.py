@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from ....schemas.tinker.sampling import FindSnapshot, FoundSnapshot, SamplerName
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError, NotFoundError, TinkermqError
 from ....schemas.wire.message import Message
-from ....schemas.wire.subjects import JobScope
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope
 from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
 from ...policy.chat import ChatTokenizer, open_chat
 from ...policy.model_folder import load_model_config
@@ -331,6 +331,9 @@ async def open_engine(config: JobConfig) -> SampledBase:
 
 QUANTUM = 2048
 """Tokens of one user's turn."""
+HELD_PER_FREE = 7
+"""Places that a user may hold for each place that stays free: one user alone holds seven eighths,
+two hold seven fifteenths each, and another one waits for nobody's row to end."""
 
 
 @dataclass
@@ -350,13 +353,18 @@ class Place:
 
 
 class FairSlots:
-    """Places in an engine, by turns: no user waits for all requests of another."""
+    """Places in an engine, by turns: no user waits for all requests of another.
+
+    Users leave some places free, for those who come later. In a pool without users nobody else
+    comes, and all places are used.
+    """
 
     def __init__(self, num_places: int, quantum: int = QUANTUM) -> None:
         """Offer `num_places`."""
         self.turns = FairShare(quantum)
         """The users' turns."""
         self._free = num_places
+        self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[_WaitingRequest]] = {}
 
     @asynccontextmanager
@@ -368,7 +376,7 @@ class FairSlots:
             yield place
         finally:
             self.turns.charge(user, place.tokens - tokens)
-            self._leave()
+            self._leave(user)
 
     async def _enter(self, user: str, tokens: int) -> None:
         waiting = _WaitingRequest(asyncio.get_running_loop().create_future(), tokens)
@@ -379,22 +387,30 @@ class FairSlots:
         except asyncio.CancelledError:
             if not waiting.place.cancelled():  # it got its place at that moment
                 self.turns.charge(user, -tokens)
-                self._leave()
+                self._leave(user)
             raise
 
-    def _leave(self) -> None:
+    def _leave(self, user: str) -> None:
         self._free += 1
+        self._held[user] -= 1
+        if not self._held[user]:
+            del self._held[user]
         self._assign_places()
 
     def _assign_places(self) -> None:
         while self._free:
-            user = self.turns.choose(self._users_waiting())
+            user = self.turns.choose(list(filter(self._may_hold_more, self._users_waiting())))
             if user is None:
                 return
             waiting = self._waiting[user].popleft()
             self.turns.charge(user, waiting.tokens)
             self._free -= 1
+            self._held[user] += 1
             waiting.place.set_result(None)
+
+    def _may_hold_more(self, user: str) -> bool:
+        held = self._held[user]
+        return not held or user == DEFAULT_USER or held < HELD_PER_FREE * (self._free - 1)
 
     def _users_waiting(self) -> list[str]:
         """Return the users who wait, without cancelled requests."""

@@ -31,6 +31,7 @@ from ....schemas.wire.bounds import MAX_CHARS, MAX_TOP_K
 from ....schemas.wire.subjects import rpc, user_of_rpc
 from ...engine.engine import PromptScores, Sampling
 from ...policy.chat import ChatTokenizer
+from ...policy.grammar import OutputGrammars
 from ...rollout.choices import GrowingChoice
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
@@ -182,6 +183,7 @@ class PathAnswers:
         self._adapters = adapters
         self._find = find
         self._max_context = max_context
+        self._grammars = OutputGrammars(chat)
         self._num_open: Counter[str] = Counter()
 
     async def open(self, broker: Broker, parts: PartsService, service: str) -> None:
@@ -213,6 +215,8 @@ class PathAnswers:
                     lambda: request.adapter,
                     max_context=self._max_context,
                     max_open=MAX_ANSWERS,
+                    grammars=self._grammars,
+                    user=user,
                 )
                 if isinstance(request, ChatRequest):
                     return await answers.chat(request, tell)
@@ -256,7 +260,8 @@ class PathAnswers:
 
 
 MAX_OPEN = 4096
-"""Requests of one user that run or whose results wait to be fetched."""
+"""Requests of one user that run or whose results wait to be fetched, and samples of those that
+run."""
 RESULT_S = 120.0
 """How long a result waits to be fetched."""
 _SWEEP_S = 5.0
@@ -368,12 +373,14 @@ class Sampler:
         """Accept a request, unless it was accepted before."""
         mine = self._open.setdefault(context.user, OrderedDict())
         if (match := mine.get(request.request)) is None:
-            if len(mine) >= MAX_OPEN:
+            body = SampleBody.parse(request.body)
+            drawn = sum(entry.num_samples for entry in mine.values() if not entry.work.done())
+            if len(mine) >= MAX_OPEN or drawn + body.num_samples > MAX_OPEN:
                 raise errors.BusyError(
-                    f"user {context.user!r} has {MAX_OPEN:,} open samples",
+                    f"user {context.user!r} has {len(mine):,} open requests, and {drawn:,} samples "
+                    f"in progress or waiting: {MAX_OPEN:,} are allowed",
                     hint="wait for some of them",
                 )
-            body = SampleBody.parse(request.body)
             snapshot = await self._admitted(context.user, request.source)
             if (match := mine.get(request.request)) is None:  # it may have been repeated meanwhile
                 work = asyncio.create_task(

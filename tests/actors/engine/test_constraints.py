@@ -3,17 +3,19 @@
 import asyncio
 import gc
 import json
-import threading
+import resource
 import weakref
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 from tinkermq.actors.engine.engine import Engine, Generation, Sampling
 from tinkermq.actors.engine.sampling import RowConstraint
 from tinkermq.actors.policy import grammar as token_grammar
+from tinkermq.actors.policy import grammar_trial
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.grammar import (
     GrammarCompiler,
@@ -22,11 +24,12 @@ from tinkermq.actors.policy.grammar import (
     TokenGrammar,
     read_tokenizer,
 )
+from tinkermq.actors.policy.grammar_trial import MAX_GRAMMAR_CHARS
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.tool_calls import parse_tool_calls
-from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
+from tinkermq.schemas.wire.errors import BusyError, ConfigError
 from transformers import PreTrainedModel
 
 from tests.support.models import HERMES, changed, loaded, plain_logprobs
@@ -65,14 +68,18 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def chat(folder: Path) -> ChatTokenizer:
     """The tiny model's tokenizer and template."""
     return ChatTokenizer(load_tokenizer(str(folder)))
 
 
+_grammars: weakref.WeakKeyDictionary[ChatTokenizer, OutputGrammars] = weakref.WeakKeyDictionary()
+
+
 async def grammar_of(chat: ChatTokenizer, schema: Any) -> TokenGrammar:
-    return await OutputGrammars(chat).of(OutputFormat(json_schema=schema), [])
+    grammars = _grammars.setdefault(chat, OutputGrammars(chat))
+    return await grammars.of(OutputFormat(json_schema=schema), [])
 
 
 def sampling(grammar: TokenGrammar | None, chat: ChatTokenizer, **fields: Any) -> Sampling:
@@ -296,9 +303,68 @@ async def test_grammars_are_kept_and_forgotten_within_bounds(
     assert len(set(map(id, same))) == 1
     await compiler.compile(texts[2])
     assert await compiler.compile(texts[0]) is not first
-    monkeypatch.setattr(token_grammar, "MAX_GRAMMAR_CHARS", 10)
     with pytest.raises(ConfigError, match="characters as a grammar"):
-        await compiler.compile('start: "too long for it" <[1]>')
+        await compiler.compile(f'start: "{"long" * MAX_GRAMMAR_CHARS}" <[1]>')
+
+
+def exponential(num_parts: int) -> dict[str, Any]:
+    """Return a schema of which the library finds out within gigabytes whether it has an answer."""
+    parts = [{"pattern": f"^{'(a*b*c*)' * 3000}{letter}y$"} for letter in "wxyz"[:num_parts]]
+    return {"type": "string", "allOf": parts}
+
+
+@pytest.mark.full
+async def test_a_schema_that_takes_too_much_memory_is_refused_and_takes_none_here(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr(grammar_trial, "COMPILE_S", 60.0)
+    grammars = OutputGrammars(chat)
+    await grammars.of(OutputFormat(json_schema={"enum": ["a"]}), [])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="takes more than 64 MiB to compile"):
+            await grammars.of(OutputFormat(json_schema=exponential(4)), [])
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert grown < 16 << 20
+    await grammars.of(OutputFormat(json_schema={"enum": ["b"]}), [])
+
+
+async def test_a_schema_that_takes_too_long_is_refused_and_its_process_killed(
+    chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "COMPILE_S", 0.05)
+    with pytest.raises(ConfigError, match=r"not compiled within 0\.05 s"):
+        await OutputGrammars(chat).of(OutputFormat(json_schema=exponential(4)), [])
+    grandchildren = [psutil.Process(child.pid).children() for child in psutil.Process().children()]
+    assert not any(grandchildren)
+
+
+async def test_users_compile_in_turn_and_hold_a_bounded_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(load_tokenizer(str(folder)))
+    order: list[str] = []
+
+    async def compile_for(user: str, number: int) -> TokenGrammar:
+        grammar = await compiler.compile(f'start: "{user}{number}" <[1]>', user)
+        order.append(user)
+        return grammar
+
+    many = [asyncio.create_task(compile_for("ada", number)) for number in range(20)]
+    await asyncio.sleep(0)
+    one = await compile_for("bob", 0)
+    assert order.index("bob") <= 2
+    held = await asyncio.gather(*many)
+    size = sum(grammar.num_bytes for grammar in held)
+    monkeypatch.setattr(token_grammar, "MAX_USER_BYTES", size)
+    with pytest.raises(BusyError, match="answers in progress use output formats"):
+        await compiler.compile('start: "more" <[1]>', "ada")
+    assert (await compiler.compile('start: "more" <[1]>', "bob")).user == "bob"
+    del held, many
+    gc.collect()
+    assert (await compiler.compile('start: "again" <[1]>', "ada")).user == "ada"
+    assert one.user == "bob"
 
 
 @pytest.mark.parametrize(
@@ -374,22 +440,6 @@ async def test_a_state_is_that_of_its_tokens_alone(folder: Path) -> None:
     assert not one.error
     one.accept_token(72)
     assert one.error == other.error
-
-
-async def test_a_grammar_that_is_not_compiled_in_time_is_told_and_there_later(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = GrammarCompiler(load_tokenizer(str(folder)))
-    text, busy = 'start: "late" <[1]>', threading.Event()
-    before = asyncio.create_task(compiler.in_thread(lambda: busy.wait(60)))
-    await asyncio.sleep(0)
-    with monkeypatch.context() as patched:
-        patched.setattr(token_grammar, "COMPILE_S", 0.01)
-        with pytest.raises(DeadlineError, match="not compiled within"):
-            await compiler.compile(text)
-    busy.set()
-    assert await before
-    assert (await compiler.compile(text)).text == text
 
 
 @pytest.mark.parametrize("is_special", [False, True], ids=["text", "token"])

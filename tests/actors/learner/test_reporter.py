@@ -9,7 +9,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.local.tracking import GuardedTracker, JsonlTracker, Tracker
-from tinkermq.schemas.metric import Event
+from tinkermq.schemas.metric import Event, Metric
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.contexts import job_context
@@ -83,3 +83,16 @@ async def test_a_file_that_can_never_be_written_is_told_at_the_end(
     await reporter.finish()
     told = [event.kind for event in await events(broker, scope)]
     assert told == ["metrics_unwritable", "metrics_lost"]
+
+
+async def test_steps_in_a_row_that_learn_nothing_are_told_once(
+    broker: Broker, scope: JobScope
+) -> None:
+    reporter = await reporter_of(broker, scope, [])
+    norms = [0.0] * 4 + [0.5] + [0.0] * 12
+    for step, norm in enumerate(norms, 1):
+        values = {"rollout/equal_reward_share": 1.0, "actor/grad_norm": norm}
+        await reporter._report_unlearnt(Metric(step=step, values=values, time=0))
+    (event,) = await events(broker, scope)
+    assert event.kind == "nothing_learnt"
+    assert event.message.startswith("nothing was learnt in steps 6 to 10: the gradient is 0")

@@ -134,6 +134,30 @@ async def test_what_was_drawn_for_a_cancelled_sample_counts_and_its_place_is_fre
     await engine.close()
 
 
+async def test_another_users_rows_begin_while_ones_own_fill_the_engine(base: Path) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=8, max_context=1000)
+    metered = MeteredEngine(engine, 8)
+    steps: list[Drawn] = []
+
+    async def draw(user: str, number: int, tokens: int) -> None:
+        note = steps.append if (user, number) == ("ada", 0) else None
+        name = f"{user}-{number}"
+        await metered.generate(
+            user, [1], Sampling(tokens), request_id=name, adapter="", on_token=note
+        )
+
+    many = [asyncio.create_task(draw("ada", number, 990)) for number in range(32)]
+    await until(lambda: len(steps) > 3)
+    before = len(steps)
+    await draw("bob", 0, 4)
+    assert len(steps) - before < 200, "a step draws a token of each row"
+    assert not any(task.done() for task in many)
+    for task in many:
+        task.cancel()
+    await asyncio.wait(many)
+    await engine.close()
+
+
 def test_what_is_told_of_a_prompt() -> None:
     sampled = Sampled(np.array([5], np.int32), np.array([-1.5], np.float32), "stop")
     scores = PromptScores(

@@ -1,7 +1,6 @@
 """The trainer's service and its samplers: order, shares, turns, places, snapshots."""
 
 import asyncio
-import contextlib
 import json
 import math
 from dataclasses import replace
@@ -16,7 +15,7 @@ from tinkermq.actors.tinker import exports, models, worker
 from tinkermq.actors.tinker.catalogue import Catalogue
 from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
+from tinkermq.actors.tinker.sampling.engines import Snapshots
 from tinkermq.actors.tinker.training.inputs import MAX_TARGETS
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
@@ -606,77 +605,6 @@ async def test_without_a_trainer_nothing_is_guessed(own_broker: Broker, tmp_path
     with pytest.raises(NobodyAnswersError):
         await snapshots.find("ada", source)
     assert CheckpointFolders(tmp_path).mark == ""
-
-
-# -- Places in a sampler's engine: by turns, whoever has asked for how many ------------------------
-
-
-class Engine:
-    """Notes who comes in, and keeps everybody until told."""
-
-    def __init__(self, most: int) -> None:
-        self.places = FairSlots(most, quantum=10)
-        self.order: list[str] = []
-        self.ends = asyncio.Event()
-        self.tasks: list[asyncio.Task[None]] = []
-
-    async def one(self, user: str, tokens: int, used: int) -> None:
-        async with self.places.place(user, tokens) as place:
-            self.order.append(user)
-            await self.ends.wait()
-            place.tokens = used
-
-    async def ask(self, user: str, times: int, tokens: int = 10, used: int = 10) -> None:
-        self.tasks += [asyncio.create_task(self.one(user, tokens, used)) for _ in range(times)]
-        await asyncio.sleep(0)
-
-    async def finish(self) -> list[str]:
-        self.ends.set()
-        await asyncio.gather(*self.tasks)
-        return self.order
-
-
-async def test_one_who_comes_late_waits_for_one_place_not_for_all_who_came_first() -> None:
-    engine = Engine(4)
-    await engine.ask("ada", 100)
-    await engine.ask("bob", 2)
-    order = await engine.finish()
-    assert order[:4] == ["ada"] * 4
-    assert order.index("bob") == 4
-    assert order.count("ada") == 100
-    assert [at for at, user in enumerate(order) if user == "bob"][1] <= 7
-
-
-async def test_places_follow_weights_and_what_was_computed() -> None:
-    engine = Engine(1)
-    engine.places.turns.weights["ada"] = 2.0
-    await engine.ask("eve", 1)
-    await engine.ask("ada", 60)
-    await engine.ask("bob", 60)
-    assert 36 <= (await engine.finish())[1:61].count("ada") <= 44
-    engine = Engine(1)
-    await engine.ask("eve", 1)
-    await engine.ask("ada", 60, tokens=100, used=10)  # most of what they ask for is not drawn
-    await engine.ask("bob", 60)
-    assert 25 <= (await engine.finish())[1:61].count("ada") <= 35
-
-
-async def test_who_no_longer_waits_takes_no_place() -> None:
-    engine = Engine(1)
-    await engine.ask("ada", 5)
-    for task in engine.tasks[1:3]:
-        task.cancel()
-    engine.ends.set()
-    await asyncio.wait(engine.tasks)
-    assert engine.order == ["ada"] * 3
-    leaving = asyncio.create_task(engine.one("ada", 10, 10))
-    await engine.ask("ada", 1)
-    leaving.cancel()  # it was let in and has not run since
-    with contextlib.suppress(asyncio.CancelledError):
-        await leaving
-    await engine.ask("bob", 1)
-    await asyncio.gather(*engine.tasks[-2:])
-    assert engine.order[-2:] == ["ada", "bob"]
 
 
 # -- Models that begin with a checkpoint: which may be, and that nothing hangs on it afterwards ----
