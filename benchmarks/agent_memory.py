@@ -29,8 +29,7 @@ from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.schemas.agent import CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.generation import ModelMessage
-from tinkermq.schemas.model_apis.request import history_of
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 from tinkermq.schemas.profile import TimeUse
 
 from benchmarks.report import Report, parser
@@ -85,14 +84,14 @@ async def converse(
     messages: list[ModelMessage] = []
     for number in range(num_calls):
         said = f"{number} ".ljust(_GIVEN_CHARS, "x")
-        messages.append(ModelMessage(role="user", content=[said]))
+        messages.append(ModelMessage(role="user", content=(said,)))
         asked = CallRequest(request=f"r{number}", messages=list(messages))
         started = time.process_time()
         last = await calls.answer(asked, _unheard)
         seconds.append(time.process_time() - started)
         if beside is not None:
             beside(asked)
-        messages.append(ModelMessage(role="assistant", content=[last.deltas[0].text]))
+        messages.append(ModelMessage(role="assistant", content=(last.deltas[0].text,)))
     return seconds
 
 
@@ -107,7 +106,7 @@ async def late_calls(num_calls: int) -> Late:
 
     def render(asked: CallRequest) -> None:
         started = time.process_time()
-        chat.prompt([one.for_template() for one in history_of(asked)])
+        chat.prompt([one.for_template() for one in asked.messages])
         whole.append(time.process_time() - started)
 
     calls = _opened(0, chat, _config(num_calls))

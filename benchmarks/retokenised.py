@@ -31,7 +31,7 @@ from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer
 from tinkermq.actors.training.packing import pack
-from tinkermq.schemas.model_apis.canonical import CanonicalMessage, parse_reply
+from tinkermq.schemas.model_apis.canonical import ModelMessage, parse_reply
 from transformers.utils import logging
 
 from benchmarks.calling_model import TOOL, calling_model, tool_result
@@ -39,7 +39,7 @@ from benchmarks.report import Report, parser
 
 CONTEXT = 192
 TURN_TOKENS = 48
-Ask = Callable[[list[CanonicalMessage]], Awaitable[CanonicalMessage]]
+Ask = Callable[[list[ModelMessage]], Awaitable[ModelMessage]]
 MODELS = Path(__file__).resolve().parents[1] / "outputs" / "models"
 
 
@@ -79,9 +79,9 @@ class Trained:
     """Position of the last token of each answer, by row."""
 
 
-async def agent(question: str, ask: Ask) -> list[CanonicalMessage]:
+async def agent(question: str, ask: Ask) -> list[ModelMessage]:
     """Answer a question, with the calculator at hand; return the conversation."""
-    messages = [CanonicalMessage("user", (question,))]
+    messages = [ModelMessage(role="user", content=(question,))]
     for _ in range(2):
         messages.append(reply := await ask(list(messages)))
         if not reply.calls:
@@ -89,7 +89,9 @@ async def agent(question: str, ask: Ask) -> list[CanonicalMessage]:
         for call in reply.calls:
             value = call.value
             formula = str(value.get("f")) if isinstance(value, dict) else str(value)
-            messages.append(CanonicalMessage("tool", (tool_result(formula),), call_id=call.id))
+            messages.append(
+                ModelMessage(role="tool", content=(tool_result(formula),), call_id=call.id)
+            )
     return messages
 
 
@@ -99,7 +101,7 @@ async def as_text(
     """Play an episode with a plain endpoint, and train its text."""
     answers: list[float] = []
 
-    async def ask(messages: list[CanonicalMessage]) -> CanonicalMessage:
+    async def ask(messages: list[ModelMessage]) -> ModelMessage:
         prompt = chat.prompt([message.for_template() for message in messages], [TOOL])
         made = await engine.generate(prompt, seed + len(messages))
         answers.append(float(made.logprobs.sum()))
@@ -120,7 +122,7 @@ async def as_tokens(
     """Play an episode with a tree of exact calls, and train its rows."""
     exact = ExactCalls(chat)
 
-    async def ask(messages: list[CanonicalMessage]) -> CanonicalMessage:
+    async def ask(messages: list[ModelMessage]) -> ModelMessage:
         prepared = exact.prepare(messages, [TOOL])
         made = await engine.generate(prepared.prompt_ids, seed + len(messages))
         call = exact.finish(prepared, made)

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Hashable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -35,7 +35,10 @@ PUBLISH_DEADLINE_S = 30.0
 _API_DEADLINE_S = 30.0
 _QUEUE_LENGTH = 256
 
+VALIDATION = "val/mean_score"
+"""Metric: mean return of a validation's finished episodes."""
 M = TypeVar("M", bound=Message)
+K = TypeVar("K", bound=Hashable)
 
 _log = structlog.get_logger()
 
@@ -293,15 +296,22 @@ class ValidationScore(NamedTuple):
     @classmethod
     def of(cls, values: Mapping[str, float]) -> "ValidationScore | None":
         """Return the score in a version's metrics; None if no episode finished."""
-        if "val/mean_score" not in values:
+        if VALIDATION not in values:
             return None
-        mean = values["val/mean_score"]
+        mean = values[VALIDATION]
         return cls(
             mean,
             values.get("val/min_score", mean),
             values.get("val/num_episodes", 1.0),
             values.get("val/failed_episodes", 0.0),
         )
+
+    @property
+    def text(self) -> str:
+        """The mean, and how many episodes are missing from it."""
+        total = self.num_episodes + self.num_missing
+        missing = f" ({self.num_missing:.0f} of {total:.0f} failed)" if self.num_missing else ""
+        return f"{self.mean:.3f}{missing}"
 
 
 async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationScore]:
@@ -317,18 +327,25 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationSc
 def best_of(scores: Mapping[int, ValidationScore], versions: Iterable[int]) -> int | None:
     """Return the version with the highest score, the earliest of equals; None if there is none.
 
-    Missing episodes count as the worst return of any version: a deadline cuts off long episodes, so
-    the mean of the others is biased. A score that is not a number is ignored.
+    A score that is not a number is ignored.
     """
-    known = {version: score for version, score in scores.items() if not math.isnan(score.mean)}
-    worst = min((score.worst for score in known.values()), default=0.0)
-
-    def bound(version: int) -> float:
-        mean, _, done, missing = known[version]
-        return mean if not missing else (mean * done + worst * missing) / (done + missing)
-
+    known = whole_means(scores)
     scored = [version for version in versions if version in known]
-    return max(scored, key=lambda version: (bound(version), -version), default=None)
+    return max(scored, key=lambda version: (known[version], -version), default=None)
+
+
+def whole_means(scores: Mapping[K, ValidationScore]) -> dict[K, float]:
+    """Return the mean over all episodes of each score, except those that are not numbers.
+
+    Missing episodes count as the worst return in any score: a deadline cuts off long episodes, so
+    the mean of the others is biased.
+    """
+    known = {key: score for key, score in scores.items() if not math.isnan(score.mean)}
+    worst = min((score.worst for score in known.values()), default=0.0)
+    return {
+        key: (mean * done + worst * missing) / (done + missing) if missing else mean
+        for key, (mean, _, done, missing) in known.items()
+    }
 
 
 # The newest metrics, without reading all of them.
@@ -365,7 +382,8 @@ def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
         "reason": record.reason,
         "step": int(values.get("step", record.version)),
         "reward": values.get("training_step_reward"),
-        "validation": values.get("val/mean_score"),
+        "validation": values.get(VALIDATION),
+        "validation_failed": values.get("val/failed_episodes", 0.0),
         "slots": sum(actor.slots for actor in record.actors if actor.node is not None)
         if live
         else 0,

@@ -157,7 +157,6 @@ class _Follower:
 
 REWARD = "training_step_reward"
 LOSS = "actor/pg_loss"
-VALIDATION = "val/mean_score"
 SUCCESS = "game/success_rate"
 VALIDATED_SUCCESS = "val/success_rate"
 _RECENT_STEPS = 10
@@ -281,6 +280,10 @@ class RunProgress:
     def last_validation(self) -> tuple[int, float] | None:
         """Return step and score of the newest validation."""
         return max(self.validation.items(), default=None)
+
+    def validation_text(self, step: int) -> str:
+        """Return the score of a validation, and how many episodes are missing from it."""
+        return self._scores[step].text
 
     def best_validation(self) -> tuple[int, float] | None:
         """Return step and score of the best validation, as `RUN@best` is chosen."""

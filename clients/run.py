@@ -15,7 +15,7 @@ import structlog
 from numpy.typing import NDArray
 
 from ..broker.calls import new_request_id
-from ..broker.feed import read_metrics, read_traces
+from ..broker.feed import VALIDATION, read_metrics, read_traces
 from ..broker.jetstream.kv import Bucket
 from ..broker.kept_rollouts import RunRollouts
 from ..broker.presence import presences
@@ -36,7 +36,7 @@ from ..schemas.wire.errors import (
 from ..schemas.wire.subjects import BUCKET_EVALS
 from . import run_records
 from .base import PoolClient, SyncTwin, listed, make_sync
-from .follow import LOSS, REWARD, VALIDATION, curve_svg, follow_run
+from .follow import LOSS, REWARD, curve_svg, follow_run
 from .pool import Pool
 from .scheduler_client import job_failure
 from .validation import resolve_paths, split_checkpoint_name

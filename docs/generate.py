@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeGuard, cast, get_args
 
 import tinkermq.schemas
+import tinkermq.schemas.model_apis
 import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
 from pydantic import BaseModel
@@ -112,7 +113,7 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
     schemas = tinkermq.schemas
     found = [
         (info.name, f"{package.__name__}.{info.name}")
-        for package in (schemas, schemas.tinker, schemas.wire)
+        for package in (schemas, schemas.model_apis, schemas.tinker, schemas.wire)
         for info in pkgutil.iter_modules(package.__path__)
         if not info.ispkg
     ]

@@ -25,8 +25,9 @@ from ..broker.client.parts import ask_parts
 from ..broker.jobs import JobStore
 from ..schemas.chat_messages import json_default
 from ..schemas.config.sections import RewardConfig
-from ..schemas.generation import Decoding, ModelMessage
+from ..schemas.generation import Decoding
 from ..schemas.infer import CancelInference, ChatRequest, InferPart
+from ..schemas.model_apis.canonical import ModelMessage
 from ..schemas.wire import errors
 from ..schemas.wire.foreign import plain_value, shown
 from ..schemas.wire.images import plain_text
@@ -437,7 +438,7 @@ class JudgeSource(HttpSource):
     async def _chat(self, scope: JobScope, prompt: str) -> "_Reply":
         request = ChatRequest(
             request=uuid.uuid4().hex,
-            messages=[ModelMessage(role="user", content=[prompt])],
+            messages=[ModelMessage(role="user", content=(prompt,))],
             decoding=Decoding(max_tokens=self._config.judge_tokens, temperature=0.0),
             deadline_s=self._config.timeout_s,
         )

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .generation import ModelMessage, RequestId, TextPart, TextRequest
+from .generation import RequestId, TextPart, TextRequest
+from .model_apis.canonical import ModelMessage
 from .wire.array import FloatVector, IntVector
 from .wire.message import Message, Part
 

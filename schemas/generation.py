@@ -32,22 +32,6 @@ _SAMPLING = (
 )
 
 
-class ModelMessage(Message):
-    """One message of a conversation, in any of the APIs."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: list[str | bytes] = Field(default_factory=list[str | bytes])
-    """Texts and encoded images, in order."""
-    calls: list[tuple[str, str, str]] = Field(default_factory=list[tuple[str, str, str]])
-    """The assistant's tool calls: name, arguments as written, id."""
-    reasoning: str | None = None
-    """The assistant's reasoning; null: not sent."""
-    call_id: str = ""
-    """Id of the call that a tool result answers."""
-    extra: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further fields for the chat template, such as `name`."""
-
-
 class Decoding(Message):
     """Decoding options of one request."""
 

@@ -7,12 +7,12 @@ from pydantic import Field
 from .env import Split
 from .generation import (
     MAX_TEMPERATURE,
-    ModelMessage,
     RequestId,
     TextPart,
     TextRequest,
     TokenId,
 )
+from .model_apis.canonical import ModelMessage
 from .rollout import Trajectory
 from .task import Blame
 from .wire.array import FloatMatrix, FloatVector, IntMatrix

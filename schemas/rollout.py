@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from .agent import CallPlaces
-from .generation import ModelMessage
+from .model_apis.canonical import ModelMessage
 from .task import Blame, Task
 from .wire.array import (
     ExpertArray,

@@ -47,7 +47,16 @@ OURS = {"tinkermq", "make", "python", "python3", "pip", "pytest", "curl", "nats"
 OTHERS = {
     *("export", "source", "cd", "for", "done", "printf", "cat", "head", "cut", "sed", "mkdir"),
     *("grep", "cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
-    *("systemctl", "systemd-sysusers", "docker", "kubectl", "sky", "dstack", "uv"),
+    *(
+        "systemctl",
+        "systemd-sysusers",
+        "systemd-tmpfiles",
+        "docker",
+        "kubectl",
+        "sky",
+        "dstack",
+        "uv",
+    ),
     *("emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
 }
 """Programs that are not ours: what they take, these tests cannot know."""

@@ -38,7 +38,6 @@ from ...schemas import infer
 from ...schemas.generation import Decoding
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.model_apis import answers
-from ...schemas.model_apis.canonical import call_name
 from ...schemas.model_apis.chat import CHAT, COMPLETIONS
 from ...schemas.model_apis.messages import MESSAGES
 from ...schemas.model_apis.reading import AnswerReader
@@ -47,12 +46,12 @@ from ...schemas.model_apis.request import (
     RequestError,
     bounds_error,
     is_label,
+    json_of,
     served_request,
 )
 from ...schemas.model_apis.responses import RESPONSES
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
-from ...schemas.wire.codec import read_json
 from .limits import TAKEN
 from .tinker.trainers import Trainers
 
@@ -264,7 +263,7 @@ _HINTS = {
     "background": "answers are not kept: ask for a stream, and read it",
     "functions": "give tools instead",
     "include": "an answer holds what there is: leave it out",
-    "output_config": f"{_NO_EFFORT.removesuffix(': leave it out')}: leave effort out",
+    "output_config.effort": _NO_EFFORT,
     "reasoning": _NO_EFFORT,
     "reasoning_effort": _NO_EFFORT,
     "store": "answers are not kept: give false, and send the whole conversation as input",
@@ -298,13 +297,13 @@ class Answering:
         query = query.model_copy(update={"adapter": model.adapter})
         room: Room | None = request.scope.get(TAKEN)
         parts = model.ask(broker, query, room)
-        reading = ServedAnswer(api, model_request, query)
+        reader = AnswerReader(api, model_request, query.request)
         if not model_request.stream:
-            raw = await unless_gone(request, _whole(parts, reading, room))
+            raw = await unless_gone(request, _whole(parts, reader, room))
             return Response(raw, media_type="application/json")
         first = await unless_gone(request, _first_of(parts, self._keepalive_s))
         return StreamingResponse(
-            _stream(first, parts, reading, api.waiting, self._keepalive_s),
+            _stream(first, parts, reader, api, self._keepalive_s),
             media_type="text/event-stream",
             headers=_STREAM_HEADERS,
         )
@@ -312,10 +311,7 @@ class Answering:
 
 def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
     """Read a body; return it and the request to a server. RequestError names a refused field."""
-    try:
-        value: Any = read_json(raw)
-    except errors.MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    value = json_of(raw)
     if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
         _refuse_stateful("the parameter 'stateful'", "stateful")
     model_request = api.read(value)
@@ -356,71 +352,8 @@ def _check(model_request: ModelRequest) -> None:
         )
 
 
-class ServedAnswer:
-    """A server's answer, read part by part and written in the form of an API."""
-
-    def __init__(self, api: answers.ModelApi, model_request: ModelRequest, query: Query) -> None:
-        """Read the answer to `query`."""
-        self._api = api
-        self._request = model_request
-        self._query = query
-        self._created = int(time.time())
-        self._reader: AnswerReader | None = None
-        self._ids: list[int] = []
-        self._prompt_ids: list[int] = []
-        self._vocabulary = ""
-
-    def push(self, part: infer.InferPart) -> Iterator[str]:
-        """Read a part; yield its content as events."""
-        reader = self._reader
-        if reader is None:
-            # a chat keeps its reasoning in the text, unless its form excludes it
-            has_form = bool(part.opened) and self._request.format is not None
-            reader = self._reader = AnswerReader(
-                self._api,
-                self._request,
-                keeps_reasoning=self._api is CHAT and not has_form,
-                one_call=self._request.calls_one,
-            )
-            names = [call_name(self._query.request, n) for n in range(self._request.num_choices)]
-            yield from reader.begin(self._head(part.model), part, names)
-        self._vocabulary = part.vocabulary or self._vocabulary
-        for ids in part.prompt_token_ids[:1]:
-            self._prompt_ids = ids
-        for delta in part.deltas:
-            self._ids += delta.token_ids
-        yield from reader.push(part)
-
-    def end(self) -> Iterator[str]:
-        """Yield the last events."""
-        assert self._reader is not None
-        yield from self._reader.end(self._extra())
-
-    def whole(self) -> dict[str, Any]:
-        """Return the answer as one object."""
-        assert self._reader is not None
-        return {**self._reader.whole(), **self._extra()}
-
-    def fail(self, error: errors.TinkermqError) -> str:
-        """Return the event that ends a failed stream."""
-        reader = self._reader or AnswerReader(self._api, self._request)
-        return reader.fail(self._head(self._request.model), self._api.error(error, error.status))
-
-    def _head(self, model: str) -> answers.AnswerHead:
-        return answers.AnswerHead(self._api.id_of(self._query.request), self._created, model)
-
-    def _extra(self) -> dict[str, Any]:
-        """Return the additional field of an answer with tokens."""
-        if self._request.prompt_logprobs is not None:
-            return {"tinkermq": {"vocabulary": self._vocabulary}}
-        if not self._request.return_token_ids or self._api in (CHAT, COMPLETIONS):
-            return {}
-        answer = {"token_ids": self._ids}
-        return {"tinkermq": {"prompt_token_ids": self._prompt_ids, "answers": [answer]}}
-
-
 async def _whole(
-    parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer, room: Room | None
+    parts: AsyncGenerator[infer.InferPart, None], reader: AnswerReader, room: Room | None
 ) -> bytes:
     """Return an answer as JSON; it counts against the user's share until the request is over."""
     held_bytes = 0
@@ -430,11 +363,11 @@ async def _whole(
             if room is not None:
                 room.hold(num_bytes)
             held_bytes += num_bytes
-            for _ in reading.push(part):
+            for _ in reader.push(part):
                 pass
     if held_bytes < _LARGE:
-        return _encoded(_encode(reading.whole()))
-    return await asyncio.to_thread(lambda: _encoded("".join(_json(reading.whole()))))
+        return _encoded(_encode(reader.whole()))
+    return await asyncio.to_thread(lambda: _encoded("".join(_json(reader.whole()))))
 
 
 def _held_bytes(part: infer.InferPart) -> int:
@@ -476,24 +409,24 @@ _Coming: TypeAlias = "asyncio.Future[infer.InferPart]"
 async def _stream(
     coming: _Coming,
     parts: AsyncGenerator[infer.InferPart, None],
-    reading: ServedAnswer,
-    waiting: str,
+    reader: AnswerReader,
+    api: answers.ModelApi,
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; if the client disconnects, the server stops."""
     try:
         while True:
             while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
-                yield _encoded(waiting)
+                yield _encoded(api.waiting)
             part = coming.result()
-            for text in reading.push(part):
+            for text in reader.push(part):
                 yield _encoded(text)
             coming = asyncio.ensure_future(anext(parts))
     except StopAsyncIteration:
-        for text in reading.end():
+        for text in reader.end():
             yield _encoded(text)
     except errors.TinkermqError as error:
-        yield _encoded(reading.fail(error))
+        yield _encoded(reader.fail(api.error(error, error.status)))
     finally:
         await _give_up(coming, parts)
 

@@ -23,9 +23,8 @@ from ...envs.agents.proxy.proxy import model_environment
 from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.job import FINAL_STATES, JobRecord
-from ...schemas.model_apis.request import Fields, RequestError
+from ...schemas.model_apis.request import Fields, RequestError, json_of
 from ...schemas.wire import errors
-from ...schemas.wire.codec import read_json
 from .openai import BrokerOf, guarded, unless_gone
 from .programs import ProgramEpisodes
 
@@ -161,10 +160,7 @@ def _check(record: JobRecord) -> None:
 
 def _read_request(raw: bytes) -> tuple[str, float]:
     """Return the job's name, and how long to wait for an episode."""
-    try:
-        fields = Fields(read_json(raw or b"{}"))
-    except errors.MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    fields = Fields(json_of(raw or b"{}"))
     job, wait_s = fields.text("job"), fields.any("wait_s")
     for name in fields.unread():
         raise RequestError(f"{name!r:.80} is not supported here", param=name, hint="leave it out")

@@ -22,8 +22,7 @@ from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
 from ...schemas.config.job import JobConfig
 from ...schemas.generation import Decoding, Delta
-from ...schemas.model_apis.canonical import Picture, pictures_of
-from ...schemas.model_apis.request import history_of
+from ...schemas.model_apis.canonical import digest_of, pictures_of
 from ...schemas.profile import TimeUse
 from ...schemas.wire import errors
 from ..engine.engine import Drawn, Engine, Generation, Sampling, nothing
@@ -70,12 +69,12 @@ class CallLimits:
             self.hit = "length"
             raise ContextTooLong.of(num_prompt, self._max_context)
 
-    def show(self, pictures: Iterable[Picture]) -> None:
+    def show(self, pictures: Iterable[bytes]) -> None:
         """Count images in prompts, each once.
 
         Raises EpisodeLimit if the images of the episode are too large together.
         """
-        fresh = {picture.digest: len(picture.encoded) for picture in pictures}
+        fresh = {digest_of(picture): len(picture) for picture in pictures}
         shown = self._images | fresh
         total = sum(shown.values())
         if fresh and self._image_bytes is not None and total > self._image_bytes:
@@ -406,7 +405,6 @@ class CallAnswers:
 
     async def _prepare(self, request: CallRequest) -> CallPrompt:
         """Render the new messages, in a thread if they are long."""
-        history = history_of(request)
         previous = None
         if request.previous is not None:
             if request.previous >= len(self.tree.calls):
@@ -417,7 +415,7 @@ class CallAnswers:
             previous = self.tree.calls[request.previous]
         prepare = partial(
             self._exact.prepare,
-            history,
+            request.messages,
             request.tools,
             previous=previous,
             is_prefill=request.is_prefill,

@@ -20,7 +20,6 @@ from ...broker.client.connection import Broker
 from ...broker.partial_rollouts import SegmentWriter, purge_segments
 from ...envs.host_client import Environments
 from ...schemas.model_apis.canonical import THINK
-from ...schemas.model_apis.request import packed, unpacked
 from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
 from ...schemas.wire.array import FloatVector
@@ -113,7 +112,7 @@ def _logged(call: ModelCall) -> LoggedCall:
         parent=None if call.parent is None else call.parent.number,
         follows=None if call.follows is None else call.follows.number,
         context=call.context,
-        given=[packed(message) for message in call.given],
+        given=list(call.given),
         num_given=len(call.given_ids),
         name=call.name,
         has_tools=call.has_tools,
@@ -137,7 +136,7 @@ def restore_calls(segments: Sequence[Segment], calls: ExactCalls) -> None:
         known, at = calls.tree.calls, call.num_given
         prompt = CallPrompt(
             parent=None if call.parent is None else known[call.parent],
-            given=tuple(unpacked(message) for message in call.given),
+            given=tuple(call.given),
             context=call.context,
             branch=cast("Branch", call.branch),
             num_seen=call.num_seen,
@@ -155,14 +154,9 @@ def restore_calls(segments: Sequence[Segment], calls: ExactCalls) -> None:
             masked=_spread(call.masked, len(segment.token_ids) - at),
         )
         prompt = calls.under_name(prompt, call.name)
-        answered = calls.answered(
-            prompt,
-            generated,
-            call.text,
-            request_digest=call.request,
-            request_id=call.asked,
+        calls.finish(
+            prompt, generated, call.text, request_digest=call.request, request_id=call.asked
         )
-        calls.tree.add(answered)
 
 
 def _spread(masked: float, num: int) -> FloatVector | None:

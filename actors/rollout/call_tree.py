@@ -1,7 +1,7 @@
 """The tree of a program's model calls, and the training rows that are made of it.
 
 A call continues another one if its history begins with all messages and the answer of that call,
-compared by `CanonicalMessage.key`, with the same tools. A history that differs begins a branch at
+compared by `ModelMessage.key`, with the same tools. A history that differs begins a branch at
 the last call before the difference, or a new root. No history is refused. For each generated token
 the engine's context was exactly `path_ids` up to that token: a prompt consists of the tokens of its
 path and those of the new messages.
@@ -33,7 +33,7 @@ from ...envs.agents.call_selection import (
     why_untrained,
 )
 from ...schemas.agent import CallPlaces, RewardedBranch
-from ...schemas.model_apis.canonical import CanonicalMessage, ReplyReader, pictures_of, quotes
+from ...schemas.model_apis.canonical import ModelMessage, ReplyReader, pictures_of, quotes
 from ...schemas.wire.array import FloatVector, IntVector
 from ..engine.engine import Generation
 
@@ -60,7 +60,7 @@ class CallPrompt:
 
     parent: "ModelCall | None"
     """The call whose tokens it continues."""
-    given: tuple[CanonicalMessage, ...]
+    given: tuple[ModelMessage, ...]
     """The messages since its parent's answer; the whole history if it has no parent."""
     context: bytes
     """Digest of the tools."""
@@ -107,7 +107,7 @@ class CallPrompt:
     def images(self) -> tuple[bytes, ...]:
         """The encoded images of the prompt, in order."""
         before = [] if self.parent is None else self.parent.path_messages
-        return tuple(picture.encoded for picture in pictures_of((*before, *self.given)))
+        return tuple(pictures_of((*before, *self.given)))
 
     def reader(self) -> ReplyReader:
         """Return a reader of the answer."""
@@ -126,7 +126,7 @@ class ModelCall(CallPrompt):
     """Identifies equal requests."""
     request_id: str = ""
     """Id of the proxy's first request for it, equal for all choices of an answer."""
-    reply: CanonicalMessage
+    reply: ModelMessage
     """The answer as a message, as the program got it."""
     number: int = -1
     """Index among the episode's calls, in the order in which they ended; -1: not in the tree."""
@@ -181,7 +181,7 @@ class ModelCall(CallPrompt):
         return np.concatenate([*mine, *new], dtype=np.int32)
 
     @property
-    def path_messages(self) -> list[CanonicalMessage]:
+    def path_messages(self) -> list[ModelMessage]:
         """The history that a program sends after its answer."""
         return [message for call in self.path for message in (*call.given, call.reply)]
 
@@ -200,7 +200,7 @@ class CallTree:
         """The calls that continue no other."""
         return [call for call in self.calls if call.parent is None]
 
-    def attach(self, history: Sequence[CanonicalMessage], context: bytes) -> CallPrompt:
+    def attach(self, history: Sequence[ModelMessage], context: bytes) -> CallPrompt:
         """Find the deepest call whose messages are a prefix of the history."""
         digests = list(prefixes(context, history))
         for length in range(len(history), 0, -1):
@@ -212,7 +212,7 @@ class CallTree:
         return self._prompt(None, history, context)
 
     def detached(
-        self, history: Sequence[CanonicalMessage], context: bytes, follows: ModelCall
+        self, history: Sequence[ModelMessage], context: bytes, follows: ModelCall
     ) -> CallPrompt:
         """Return a root for a request that continues the messages of a call, not its tokens."""
         return CallPrompt(
@@ -246,7 +246,7 @@ class CallTree:
             parent.children.append(call)
 
     def _prompt(
-        self, parent: ModelCall | None, messages: Sequence[CanonicalMessage], context: bytes
+        self, parent: ModelCall | None, messages: Sequence[ModelMessage], context: bytes
     ) -> CallPrompt:
         return CallPrompt(
             parent=parent,
@@ -257,7 +257,7 @@ class CallTree:
         )
 
     def _branch(
-        self, parent: ModelCall | None, messages: Sequence[CanonicalMessage], context: bytes
+        self, parent: ModelCall | None, messages: Sequence[ModelMessage], context: bytes
     ) -> Branch:
         if parent is not None or not self.calls:
             same = (
@@ -282,7 +282,7 @@ def digest_behind(parent: ModelCall | None, given_ids: IntVector) -> blake2b:
     return digesting
 
 
-def prefixes(start: bytes, messages: Iterable[CanonicalMessage]) -> Iterator[bytes]:
+def prefixes(start: bytes, messages: Iterable[ModelMessage]) -> Iterator[bytes]:
     """Yield the digest of each prefix of a history; that of a call is its `prefix`."""
     digest = start
     for message in messages:
@@ -294,11 +294,11 @@ def _digest(before: bytes, new: bytes) -> bytes:
     return blake2b(new, key=before[:64], digest_size=16).digest()
 
 
-def _agree(path: Sequence[CanonicalMessage], history: Sequence[CanonicalMessage]) -> bool:
+def _agree(path: Sequence[ModelMessage], history: Sequence[ModelMessage]) -> bool:
     return all(mine.agrees(theirs) for mine, theirs in zip(path, history, strict=False))
 
 
-def _likelihood(call: ModelCall, history: Sequence[CanonicalMessage]) -> tuple[int, bool, int]:
+def _likelihood(call: ModelCall, history: Sequence[ModelMessage]) -> tuple[int, bool, int]:
     """Rank equal paths: by the ids that the program echoes, then by delivery, then by age."""
     pairs = zip(call.path_messages, history, strict=False)
     echoed = sum(
@@ -309,7 +309,7 @@ def _likelihood(call: ModelCall, history: Sequence[CanonicalMessage]) -> tuple[i
     return echoed, call.delivered is True, call.number
 
 
-def _same(some: Sequence[CanonicalMessage], others: Sequence[CanonicalMessage]) -> bool:
+def _same(some: Sequence[ModelMessage], others: Sequence[ModelMessage]) -> bool:
     return [message.key for message in some] == [message.key for message in others]
 
 

@@ -17,7 +17,6 @@ from ...broker.client.parts import Tell
 from ...schemas.generation import Decoding, Delta, TextRequest
 from ...schemas.infer import ChatRequest, CompletionRequest, InferPart, PromptScore
 from ...schemas.model_apis.canonical import THINK, pictures_of
-from ...schemas.model_apis.request import history_of
 from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation, OnToken, PromptScores, Sampling
@@ -150,9 +149,9 @@ class Answers:
     def _render(self, request: ChatRequest) -> _Prompt:
         """Return the prompt of a conversation, rendered as in an episode."""
         chat = self._chat.at(time.time())
-        history = facts_of(self._chat).shaped(history_of(request))
+        history = facts_of(self._chat).shaped(request.messages)
         ids = HistoryRenderer(chat).whole(history, request.tools).tolist()
-        images = tuple(picture.encoded for picture in pictures_of(history))
+        images = tuple(pictures_of(history))
         return _Prompt(ids, images, opened=chat.opened(ids))
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:

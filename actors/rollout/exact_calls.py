@@ -3,11 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
 from ...envs.agents.call_selection import digest_of
-from ...schemas.model_apis.canonical import THINK, CanonicalMessage, pictures_of
+from ...schemas.model_apis.canonical import THINK, ModelMessage, pictures_of
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
@@ -35,7 +36,7 @@ class ExactCalls:
 
     def prepare(
         self,
-        messages: Sequence[CanonicalMessage],
+        messages: Sequence[ModelMessage],
         tools: Tools = (),
         *,
         previous: ModelCall | None = None,
@@ -123,10 +124,10 @@ class ExactCalls:
         )
 
     def finish(
-        self, prompt: CallPrompt, generated: Generation, text: str | None = None
+        self, prompt: CallPrompt, generated: Generation, text: str | None = None, **request: Any
     ) -> ModelCall:
         """Add the answer to a request to the tree; see `answered`."""
-        call = self.answered(prompt, generated, text)
+        call = self.answered(prompt, generated, text, **request)
         self.tree.add(call)
         return call
 

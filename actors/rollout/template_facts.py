@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,9 +25,8 @@ from ...schemas.model_apis.canonical import (
     THINK,
     THOUGHT,
     CanonicalCall,
-    CanonicalMessage,
+    ModelMessage,
     canonical_history,
-    joined,
     parse_reply,
     pictures_of,
 )
@@ -38,7 +37,7 @@ from ..policy.chat import ChatTokenizer
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
-_STAND_IN_USER = CanonicalMessage("user", ("stand-in",))
+_STAND_IN_USER = ModelMessage(role="user", content=("stand-in",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class HistoryRenderer:
         """Render with the template of `chat`."""
         self._chat = chat
 
-    def whole(self, messages: Sequence[CanonicalMessage], tools: Tools) -> IntVector:
+    def whole(self, messages: Sequence[ModelMessage], tools: Tools) -> IntVector:
         """Return int32[T]: a whole conversation and the generation prompt.
 
         Raises ModelError for roles, tools or images that the model or its template does not accept.
@@ -66,9 +65,9 @@ class HistoryRenderer:
 
     def following(
         self,
-        reply: CanonicalMessage,
+        reply: ModelMessage,
         generated_ids: Sequence[int] | IntVector,
-        new: Sequence[CanonicalMessage],
+        new: Sequence[ModelMessage],
         tools: Tools,
     ) -> IntVector | None:
         """Return int32[G]: the tokens between a turn and the next one; None: they are unknown.
@@ -83,9 +82,9 @@ class HistoryRenderer:
 
     def continues(
         self,
-        history: Sequence[CanonicalMessage],
-        reply: CanonicalMessage,
-        new: Sequence[CanonicalMessage],
+        history: Sequence[ModelMessage],
+        reply: ModelMessage,
+        new: Sequence[ModelMessage],
         tools: Tools,
     ) -> bool:
         """Whether the text after the turn is the same with this history and with a stand-in."""
@@ -95,9 +94,9 @@ class HistoryRenderer:
 
     def appends(
         self,
-        history: Sequence[CanonicalMessage],
-        reply: CanonicalMessage,
-        new: Sequence[CanonicalMessage],
+        history: Sequence[ModelMessage],
+        reply: ModelMessage,
+        new: Sequence[ModelMessage],
         tools: Tools,
     ) -> bool:
         """Whether the template renders the history in the same way with and without `new`."""
@@ -107,9 +106,9 @@ class HistoryRenderer:
 
     def _cut(
         self,
-        history: Sequence[CanonicalMessage],
-        reply: CanonicalMessage,
-        new: Sequence[CanonicalMessage],
+        history: Sequence[ModelMessage],
+        reply: ModelMessage,
+        new: Sequence[ModelMessage],
         tools: Tools,
         *,
         prompt: bool = True,
@@ -122,7 +121,7 @@ class HistoryRenderer:
             alone = self._render([*history, turn], tools, prompt=False)
             whole = self._render([*history, turn, *new], tools, prompt=prompt)
             before, _, behind = whole.rpartition(mark)
-            ids = self._chat.encode_seen(behind, [picture.encoded for picture in pictures_of(new)])
+            ids = self._chat.encode_seen(behind, list(pictures_of(new)))
         except ModelError:
             return None
         if not 0 < alone.count(mark) == whole.count(mark):
@@ -136,30 +135,30 @@ class HistoryRenderer:
         is_end = ids[at:] and self._chat.is_special(ids[at])
         return _Cut(before.replace(mark, ""), ids[at:]) if is_end else None
 
-    def _render(self, messages: Sequence[CanonicalMessage], tools: Tools, *, prompt: bool) -> str:
+    def _render(self, messages: Sequence[ModelMessage], tools: Tools, *, prompt: bool) -> str:
         template_messages = [message.for_template() for message in messages]
         return self._chat.render(template_messages, prompt=prompt, tools=tools)
 
 
-def _marked(reply: CanonicalMessage, mark: str) -> CanonicalMessage:
+def _marked(reply: ModelMessage, mark: str) -> ModelMessage:
     """Return a turn of the same shape whose last word is the mark."""
     if not reply.calls:
-        return CanonicalMessage("assistant", (mark,))
+        return ModelMessage(role="assistant", content=(mark,))
     *calls, last = (CanonicalCall(call.name, "{}", call.id) for call in reply.calls)
     marked = CanonicalCall(last.name, f'{{"mark": "{mark}"}}', last.id)
-    return CanonicalMessage("assistant", (), (*calls, marked))
+    return ModelMessage(role="assistant", content=(), calls=(*calls, marked))
 
 
-_USER = CanonicalMessage("user", ("What is the weather in Paris and in Rome?",))
-_MORE = CanonicalMessage("user", ("And tomorrow?",))
-_SYSTEM = CanonicalMessage("system", ("Answer briefly.",))
+_USER = ModelMessage(role="user", content=("What is the weather in Paris and in Rome?",))
+_MORE = ModelMessage(role="user", content=("And tomorrow?",))
+_SYSTEM = ModelMessage(role="system", content=("Answer briefly.",))
 _CALLS = (
     CanonicalCall("weather", '{"city": "Paris"}', "c00000000"),
     CanonicalCall("weather", '{"city": "Rome"}', "c00000001"),
 )
-_SAID = CanonicalMessage("assistant", ("It is sunny.",))
-_CALLED = CanonicalMessage("assistant", ("Let me look.",), _CALLS)
-_RESULTS = tuple(CanonicalMessage("tool", ("sunny",), call_id=call.id) for call in _CALLS)
+_SAID = ModelMessage(role="assistant", content=("It is sunny.",))
+_CALLED = ModelMessage(role="assistant", content=("Let me look.",), calls=_CALLS)
+_RESULTS = tuple(ModelMessage(role="tool", content=("sunny",), call_id=call.id) for call in _CALLS)
 _TOOLS: Tools = (
     {
         "type": "function",
@@ -216,7 +215,7 @@ class TemplateFacts:
         if self.takes_tools and not self.continues_tools:
             yield "a call that follows a tool's result is a row of its own"
 
-    def shaped(self, messages: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
+    def shaped(self, messages: Sequence[ModelMessage]) -> list[ModelMessage]:
         """Return messages in the form in which they are compared and rendered.
 
         They are canonical, and system messages that the template does not accept become words of
@@ -226,16 +225,16 @@ class TemplateFacts:
         history = canonical_history(messages)
         if self.takes_systems:
             return history
-        shaped: list[CanonicalMessage] = []
+        shaped: list[ModelMessage] = []
         for message in history:
             if message.role != "system" or (self.takes_system and not shaped):
                 shaped.append(message)
             elif self.takes_system and len(shaped) == 1 and shaped[0].role == "system":
-                content = joined([*shaped[0].content, "\n\n", *message.content])
-                shaped[0] = replace(shaped[0], content=content)
+                content = [*shaped[0].content, "\n\n", *message.content]
+                shaped[0] = shaped[0].replaced(content=content)
             else:
                 reminder = _REMINDER.format(message.text)
-                shaped.append(CanonicalMessage("user", (reminder,)))
+                shaped.append(ModelMessage(role="user", content=(reminder,)))
         return shaped
 
 
@@ -249,7 +248,7 @@ def facts_of(chat: ChatTokenizer) -> TemplateFacts:
 def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
     renderer = HistoryRenderer(chat)
 
-    def takes(*messages: CanonicalMessage, tools: Tools = ()) -> bool:
+    def takes(*messages: ModelMessage, tools: Tools = ()) -> bool:
         try:
             renderer.whole(messages, tools)
         except ModelError:
@@ -257,7 +256,7 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
         return True
 
     takes_system = takes(_SYSTEM, _USER)
-    called = replace(_CALLED, calls=_CALLS[:1])
+    called = _CALLED.replaced(calls=_CALLS[:1])
     takes_tools = takes(_USER, called, _RESULTS[0], tools=_TOOLS)
     parallel = takes_tools and takes(_USER, _CALLED, *_RESULTS, tools=_TOOLS)
     turn, results = (_CALLED, _RESULTS) if parallel else (called, _RESULTS[:1])
@@ -276,7 +275,7 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
     )
 
 
-def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
+def _reads_calls(chat: ChatTokenizer, turn: ModelMessage) -> bool:
     """Whether a turn with calls is read back unchanged from the template's rendering."""
     written = _written(chat, turn)
     if written is None:
@@ -284,7 +283,7 @@ def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
     return _has_calls(read_text(chat, *written, _TOOLS), turn)
 
 
-def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], list[int]] | None:
+def _written(chat: ChatTokenizer, turn: ModelMessage) -> tuple[list[int], list[int]] | None:
     """Return the tokens of a prompt and of a rendered turn; None if the template refuses it."""
     conversation = [_USER.for_template(), turn.for_template()]
     try:
@@ -297,7 +296,7 @@ def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], li
     return chat.encode_seen(prompt), chat.encode_seen(whole[common:], behind=whole[:common])
 
 
-def _has_calls(text: str, turn: CanonicalMessage) -> bool:
+def _has_calls(text: str, turn: ModelMessage) -> bool:
     reply = parse_reply(text, "c00000", calls=True)
     expected = [(call.name, call.key) for call in turn.calls]
     return [(call.name, call.key) for call in reply.calls] == expected
@@ -314,7 +313,7 @@ def call_format(chat: ChatTokenizer) -> CallFormat | None:
 
 
 def _find_call_format(chat: ChatTokenizer) -> CallFormat | None:
-    turn = replace(_CALLED, content=(), calls=_CALLS[:1])
+    turn = ModelMessage(role="assistant", calls=_CALLS[:1])
     written = _written(chat, turn)
     if written is None or _has_calls(text := chat.decode(written[1]), turn):
         return None

@@ -20,7 +20,7 @@ import structlog
 
 from ...broker.client.connection import Broker
 from ...broker.client.login import without_secrets
-from ...broker.feed import ValidationScore, best_of, read_scores, recent_values
+from ...broker.feed import VALIDATION, ValidationScore, best_of, read_scores, recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
 from ...schemas.job import NOTIFY_URL, JobRecord
@@ -34,7 +34,7 @@ _SEND_S = 30.0
 _AT_ONCE = 8
 """Number of concurrent sending processes."""
 _LOOK_S = 2.0
-_VALIDATION, _REWARD = "val/mean_score", "training_step_reward"
+_REWARD = "training_step_reward"
 _TOLD = {"COMPLETED": "has finished", "FAILED": "has failed", "CANCELLED": "was stopped"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -71,7 +71,7 @@ class Plateau:
         step = int(values.get("step", 0))
         version = best_of(scores, scores)
         if version is not None:
-            self.measure, best = _VALIDATION, scores[version].mean
+            self.measure, best = VALIDATION, scores[version].mean
             is_better = version > self.best_version
             self.best_version = max(version, self.best_version)
         elif _REWARD in values:
@@ -121,7 +121,7 @@ class Notifier:
         try:
             values = await recent_values(self._broker, record.scope)
             validated = str(sorted(item for item in values.items() if item[0].startswith("val/")))
-            if _VALIDATION in values and validated != plateau.validated:
+            if VALIDATION in values and validated != plateau.validated:
                 plateau.scores = await read_scores(self._broker, record.scope)
                 plateau.validated = validated
         except (NotFoundError, TimeoutError):

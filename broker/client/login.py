@@ -1,9 +1,9 @@
 """The login of a process: its identity and its secret.
 
-In this order: the credentials file of a service (`$TINKERMQ_CREDENTIALS`), the API key or job key
-passed as an argument or in `$TINKERMQ_API_KEY`, else anonymous: a broker without authentication
-trusts the name that a client states. Secrets come from the environment or from files, never from a
-command line.
+In this order: a key passed as an argument, the file that `$TINKERMQ_CREDENTIALS` names, with a
+service's credentials or a key, the key in `$TINKERMQ_API_KEY`, else anonymous: a broker without
+authentication trusts the name that a client states. Secrets come from the environment or from
+files, never from a command line.
 """
 
 import hmac
@@ -35,8 +35,8 @@ _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
 """Variable by which an admin names the user whose jobs to read or stop."""
 INVITATION_VARIABLE = "TINKERMQ_INVITATION"
-OF_PERSONS = (KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
-"""Variables of a person's environment that started processes do not need."""
+SECRET_VARIABLES = (CREDENTIALS_VARIABLE, KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
+"""Variables of the login, which started processes do not inherit."""
 _GUESTS = frozenset({"environment"})
 
 
@@ -85,7 +85,7 @@ def find_login(user: str, api_key: str | None, credentials_file: Path | None = N
         return _of_key(api_key)
     path = credentials_file or os.environ.get(CREDENTIALS_VARIABLE)
     if path:
-        return _of_service(Path(path))
+        return _of_file(Path(path))
     key = os.environ.get(KEY_VARIABLE)
     return _of_key(key) if key else anonymous(user)
 
@@ -118,13 +118,18 @@ def take_login() -> Login:
     try:
         return find_login(DEFAULT_USER, None)
     finally:
-        for name in (CREDENTIALS_VARIABLE, *OF_PERSONS):
-            erase_variable(name)
+        erase_login()
+
+
+def erase_login() -> None:
+    """Remove the login from the environment, so that started processes do not have it."""
+    for name in SECRET_VARIABLES:
+        erase_variable(name)
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the secrets of the person who starts a process in it."""
-    return {name: value for name, value in environment.items() if name not in OF_PERSONS}
+    """Return the environment without the login of the one who starts a process in it."""
+    return {name: value for name, value in environment.items() if name not in SECRET_VARIABLES}
 
 
 def _of_key(key: str) -> Login:
@@ -153,18 +158,24 @@ def _of_key(key: str) -> Login:
     return Login(user, inbox(owner), options, store, is_guest=True, caller=caller)
 
 
-def _of_service(path: Path) -> Login:
-    """Read a credentials file: one line, `<service> <nkey seed>`."""
+def _of_file(path: Path) -> Login:
+    """Read a file with a secret: one line, a key or `<service> <nkey seed>`."""
     try:
-        name, seed = path.read_text(encoding="ascii").split()
+        words = path.read_text(encoding="ascii").split()
     except (OSError, ValueError) as error:
         raise BrokerError(
-            f"the credentials file {path} cannot be used: {error}",
-            hint=f"${CREDENTIALS_VARIABLE} names a file that `tinkermq init` has written",
+            f"the credentials file {path} cannot be read: {error}",
+            hint=f"${CREDENTIALS_VARIABLE} names a file that `tinkermq init` has written, or one "
+            "with a user's key",
         ) from error
-    if name not in SERVICES:
-        raise AuthError(f"{path} is not the credentials file of a service")
-    return Login(name, inbox(name), options={_SEED: seed})
+    if len(words) == 1:
+        return _of_key(words[0])
+    if len(words) != 2 or words[0] not in SERVICES:
+        raise AuthError(
+            f"{path} has neither the credentials of a service nor a key",
+            hint="take a file that `tinkermq init` has written, or write a user's key into it",
+        )
+    return Login(words[0], inbox(words[0]), options={_SEED: words[1]})
 
 
 def tls_options(url: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .session import COMMON, Common
 from .stack import LOOPBACK
 
 _SERVICES = ("nats", "auth", "scheduler", "node", "gateway", "environment@")
+_TEMPLATE = "tinkermq-environment@"
 _UNIT_FOLDERS = ("etc/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 _MIN_FREE_BYTES = 10 * 2**30
 _EXPIRY_S = 14 * 24 * 3600
@@ -39,7 +40,8 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
     candidates = (folder / f"tinkermq-{name}.service" for name in _SERVICES for folder in folders)
     units = list({path.name: path for path in candidates if path.is_file()}.values())
     findings = [_installed(units), *_verify_units(root, units), _accounts(root, units)]
-    findings += [_environment(root), *_secrets(root), _nats_conf(root), _nats_access(root)]
+    findings += [_environment(root), _credentials(root, units), _secrets(root)]
+    findings += [_nats_conf(root), _nats_access(root)]
     findings += [*_certificates(root), _storage(root), _clock(), _sandbox()]
     return print_checks(findings, as_json=common.json)
 
@@ -82,16 +84,24 @@ def _verify_units(root: Path, units: list[Path]) -> list[CheckResult]:
     ]
 
 
+def _values(unit: Path, name: str) -> list[str]:
+    """Return the values of a setting of a unit."""
+    lines = _text(unit).splitlines()
+    return [line.split("=", 1)[1].strip() for line in lines if line.startswith(f"{name}=")]
+
+
 def _accounts(root: Path, units: list[Path]) -> CheckResult:
-    """Check that the users that the units run as exist."""
-    names = {"tinkermq-nats" if unit.stem == "tinkermq-nats" else "tinkermq" for unit in units}
-    passwd = root / "etc/passwd"
-    lines = _text(passwd).splitlines() if passwd.is_file() else []
-    missing = sorted(names - {line.split(":")[0] for line in lines})
+    """Check that the users and the group that the units run as exist."""
+    missing: set[str] = set()
+    for setting, file in (("User", "passwd"), ("Group", "group"), ("SupplementaryGroups", "group")):
+        path = root / "etc" / file
+        lines = _text(path).splitlines() if path.is_file() else []
+        named = {value for unit in units for value in _values(unit, setting)}
+        missing |= named - {line.split(":")[0] for line in lines}
     if missing:
-        hint = "cp deploy/etc/sysusers.conf /usr/lib/sysusers.d/tinkermq.conf && systemd-sysusers"
-        return finding("accounts", False, f"no user {', '.join(missing)}", hint)
-    return finding("accounts", True, ", ".join(sorted(names)) or "none needed")
+        hint = "cp deploy/etc/sysusers.conf /etc/sysusers.d/tinkermq.conf && systemd-sysusers"
+        return finding("accounts", False, f"no user or group {', '.join(sorted(missing))}", hint)
+    return finding("accounts", True, "the users and groups of the units exist")
 
 
 def _environment(root: Path) -> CheckResult:
@@ -120,19 +130,38 @@ def _variables(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip().strip("\"'") for name, value in pairs}
 
 
-def _secrets(root: Path) -> list[CheckResult]:
-    """Check that files with secrets are not readable by others."""
+def _credentials(root: Path, units: list[Path]) -> CheckResult:
+    """Check that some service has all secrets that systemd is to hand to it."""
+    lacks: dict[str, list[str]] = {}
+    for unit in units:
+        sources = [value.partition(":")[2] for value in _values(unit, "LoadCredential")]
+        paths = [source for source in sources if "%" not in source]  # not those of a template
+        lacks[unit.stem] = [path for path in paths if not (root / path.lstrip("/")).is_file()]
+    without = [f"{name} ({paths[0]})" for name, paths in lacks.items() if paths]
+    if not without:
+        return finding("credentials", True, "every service has its secrets")
+    detail = f"on this machine these services cannot start: {', '.join(without)}"
+    hint = "tinkermq init --home /etc/tinkermq, or copy the files from the machine where it ran"
+    with_secrets = {unit.stem for unit in units if _values(unit, "LoadCredential")}
+    return finding("credentials", len(without) < len(with_secrets - {_TEMPLATE}), detail, hint)
+
+
+def _secrets(root: Path) -> CheckResult:
+    """Check that others cannot read files with secrets, and only root those for systemd."""
     folder = root / "etc/tinkermq"
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_public(path)]
-    exposed = [path for path in paths if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
-    if exposed:
-        hint = f"chmod o= {' '.join(map(str, exposed))}"
-        return [finding("secrets", False, f"everybody may read {exposed[0]}", hint)]
-    return [finding("secrets", True, f"{len(paths)} files that others cannot read")]
+    for path in paths:
+        of_root = path.parent.name == "secrets" or path.match("environment-*.key")
+        exposed = path.stat().st_mode & (stat.S_IRWXO | (stat.S_IRWXG if of_root else 0))
+        if exposed:
+            who, rights = ("a group", "go=") if of_root else ("everybody", "o=")
+            return finding("secrets", False, f"{who} may read {path}", f"chmod {rights} {path}")
+    return finding("secrets", True, f"{len(paths)} files that others cannot read")
 
 
 def _is_public(path: Path) -> bool:
-    return path.suffix in (".crt", ".pem") and "key" not in path.stem
+    is_certificate = path.suffix in (".crt", ".pem") and "key" not in path.stem
+    return is_certificate or path.name == "accounts.conf"
 
 
 def _nats_conf(root: Path) -> CheckResult:
@@ -200,9 +229,12 @@ def _certificates(root: Path) -> list[CheckResult]:
 
 def _storage(root: Path) -> CheckResult:
     """Check that there is disk space for messages and runs."""
-    folder = root / "var/lib"
+    folder = root / "var/lib/tinkermq"
     if not folder.is_dir():
-        return finding("storage", False, f"{folder} is not there")
+        hint = (
+            "cp deploy/etc/tmpfiles.conf /etc/tmpfiles.d/tinkermq.conf && systemd-tmpfiles --create"
+        )
+        return finding("storage", False, f"{folder} is not there", hint)
     free = shutil.disk_usage(folder).free
     hint = "" if free >= _MIN_FREE_BYTES else "free some space, or mount a larger disk"
     return finding("storage", not hint, f"{free / 2**30:.0f} GiB free in {folder}", hint)

@@ -98,7 +98,9 @@ class LineDisplay:
         elif stepped:
             print_plain(step_line(progress))
         elif update.step in progress.validation:
-            print_plain(f"validation at step {update.step}: {progress.validation[update.step]:.4g}")
+            print_plain(
+                f"validation at step {update.step}: {progress.validation_text(update.step)}"
+            )
 
 
 class LiveDisplay:
@@ -207,9 +209,11 @@ def _curves(progress: RunProgress) -> list[Table]:
 
 def _validated(progress: RunProgress, last: tuple[int, float]) -> str:
     """Return the last score, and the best one if different."""
-    text = f"{last[1]:.3f} at step {last[0]}"
+    text = f"{progress.validation_text(last[0])} at step {last[0]}"
     best = progress.best_validation()
-    return text if best is None or best == last else f"{text}, best {best[1]:.3f} at {best[0]}"
+    if best is None or best == last:
+        return text
+    return f"{text}, best {progress.validation_text(best[0])} at {best[0]}"
 
 
 def _lags(progress: RunProgress) -> str:
@@ -238,7 +242,7 @@ def _figures(progress: RunProgress) -> list[tuple[str, str]]:
         if value is not None:
             figures.append((label, shape.format(value)))
     if last is not None:
-        figures.insert(0, ("validation", f"{last[1]:.3f}"))
+        figures.insert(0, ("validation", progress.validation_text(last[0])))
     return figures
 
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...broker.client.login import KEY_VARIABLE
+from ...broker.client.login import erase_login
 from ...schemas.config.agent import runs_programs
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -36,7 +35,7 @@ def host_run(run: str, nats_url: str | None, make: MakeHost) -> int:
     """
 
     async def work(pool: Pool) -> None:
-        os.environ.pop(KEY_VARIABLE, None)  # the game's processes must not have it
+        erase_login()  # the game's processes must not have it
         record = await pool.find(run)
         if record.state in FINAL_STATES:
             raise StateError(

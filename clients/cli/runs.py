@@ -216,12 +216,13 @@ def _throughput(
 
 def _cells(row: dict[str, Any]) -> list[str]:
     total = f"/{row['total_steps']:.0f}" if row["total_steps"] else ""
+    failed = f" ({row['validation_failed']:.0f} failed)" if row["validation_failed"] else ""
     return [
         row["run"],
         row["state"],
         f"{row['step']}{total}" if row["trains"] else row["kind"],
         _number(row["reward"], ".3f"),
-        _number(row["validation"], ".3f"),
+        _number(row["validation"], ".3f") + failed,
         _number(row["tokens_per_s"], ",.0f"),
         str(row["slots"]),
         duration(row["age_s"]),

@@ -24,10 +24,10 @@ from typing import cast
 
 from pydantic import BaseModel
 
-from ...broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
+from ...broker.client.login import CREDENTIALS_VARIABLE, erase_login, without_secrets
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.nats_server import NatsServer
-from ...schemas.local.process import die_with, erase_variable
+from ...schemas.local.process import die_with
 from ...schemas.wire import errors
 from ..home import URL_VARIABLE, Home, StackState
 
@@ -284,7 +284,7 @@ class Supervisor:
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
-        inherited = without_secrets(os.environ)  # the key of the user who ran `up`
+        inherited = without_secrets(os.environ)  # of the user who ran `up`
         environment = {**inherited, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         if self.secrets.exist:
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
@@ -470,8 +470,7 @@ async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
 def main() -> int:
     """Run a supervisor; it writes one line to its parent once the stack is up or has failed."""
     options = StackOptions.model_validate_json(sys.argv[1])
-    for name in OF_PERSONS:
-        erase_variable(name)
+    erase_login()
     try:
         Supervisor(options).run(lambda state: _write_line({"state": state.model_dump()}))
     except errors.TinkermqError as error:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...broker.feed import recent_values
+from ...broker.feed import VALIDATION, ValidationScore, recent_values, whole_means
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import load_config
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -153,7 +153,7 @@ def sweep(
     runs: int | None = None,
     at_once: Annotated[int, Parameter(validator=Number(gte=1))] = 4,
     seed: int = 0,
-    metric: str = "val/mean_score",
+    metric: str = VALIDATION,
     dry_run: bool = False,
     common: Common = COMMON,
 ) -> int:
@@ -207,9 +207,21 @@ def sweep(
             "continues the sweep"
         )
         return INTERRUPTED
-    rows.sort(key=lambda row: -math.inf if row[metric] is None else row[metric], reverse=True)
-    _print(rows, [*space, "state", "step", metric], as_json=common.json)
+    columns = [*space, "state", "step", metric]
+    if metric == VALIDATION and any(row["failed_episodes"] for row in rows):
+        columns.append("failed_episodes")
+    _print(_ranked(rows, metric), columns, as_json=common.json)
     return 0
+
+
+def _ranked(rows: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Sort the rows, best first; failed episodes of a validation count as the worst of all runs."""
+    values = {row["run"]: row[metric] for row in rows if row[metric] is not None}
+    if metric == VALIDATION:
+        scores = {row["run"]: row["score"] for row in rows if row["score"] is not None}
+        values |= whole_means(scores)
+    best = sorted(rows, key=lambda row: values.get(row["run"], -math.inf), reverse=True)
+    return [{key: value for key, value in row.items() if key != "score"} for row in best]
 
 
 def _config_of(file: Path, same: list[str], name: str, number: int, point: Point) -> JobConfig:
@@ -263,6 +275,8 @@ async def _result(pool: Pool, record: JobRecord, metric: str) -> dict[str, Any]:
         "state": record.state,
         "step": int(values.get("step", record.version)),
         metric: values.get(metric),
+        "failed_episodes": int(values.get("val/failed_episodes", 0.0)),
+        "score": ValidationScore.of(values),
     }
 
 

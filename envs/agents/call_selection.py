@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.config.agent import train_pattern
-from ...schemas.model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
+from ...schemas.model_apis.canonical import MIN_QUOTE, ModelMessage, marks_of
 
 # A request has read an answer if it holds the id of one of its tool calls, the answer itself, or a
 # new part of it: a run of 16 characters (all of a shorter answer) that is neither in a request made
@@ -39,12 +39,12 @@ class Answered(Protocol):
         ...
 
     @property
-    def given(self) -> Sequence[CanonicalMessage]:
+    def given(self) -> Sequence[ModelMessage]:
         """The messages that are new in its prompt."""
         ...
 
     @property
-    def reply(self) -> CanonicalMessage:
+    def reply(self) -> ModelMessage:
         """The answer that the program got."""
         ...
 
@@ -93,7 +93,7 @@ class Readers(Generic[OneCall]):
                 all_readers |= readers
         return all_readers & later
 
-    def _with_whole(self, reply: CanonicalMessage) -> int:
+    def _with_whole(self, reply: ModelMessage) -> int:
         """Return the calls whose prompt has the whole answer, or an id of its tool calls."""
         marks = marks_of(reply)
         all_readers = self._given.get(reply.key, (reply, 0))[1]
@@ -121,9 +121,9 @@ class Readers(Generic[OneCall]):
         return self._with_short[text]
 
     @cached_property
-    def _given(self) -> dict[bytes, tuple[CanonicalMessage, int]]:
+    def _given(self) -> dict[bytes, tuple[ModelMessage, int]]:
         """Messages of prompts by their keys, with the calls that had them."""
-        by_key: dict[bytes, tuple[CanonicalMessage, int]] = {}
+        by_key: dict[bytes, tuple[ModelMessage, int]] = {}
         for call in self._calls:
             for message in call.given:
                 _, readers = by_key.get(message.key, (message, 0))
@@ -155,7 +155,7 @@ class Readers(Generic[OneCall]):
         return counts
 
 
-def _texts(reply: CanonicalMessage) -> Iterator[str]:
+def _texts(reply: ModelMessage) -> Iterator[str]:
     """Yield the text of an answer, and the values of its calls' arguments."""
     yield reply.text.strip()
     for call in reply.calls:
@@ -283,7 +283,7 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
     return by_opening
 
 
-def opening_of(messages: Sequence[CanonicalMessage]) -> str:
+def opening_of(messages: Sequence[ModelMessage]) -> str:
     """Return the text of a conversation that patterns are matched with.
 
     It is the text of the system messages or, without any, of the first message.
@@ -417,7 +417,7 @@ class _Counting(Generic[Call]):
         return is_last and self._readers.any(counting, mine)
 
 
-def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
+def system_of(messages: Sequence[ModelMessage]) -> list[bytes]:
     """Return the keys of the system messages."""
     return [message.key for message in messages if message.role == "system"]
 

@@ -14,12 +14,11 @@ from ...schemas.agent import CallPart, CallRequest, CancelCall
 from ...schemas.config.job import JobConfig
 from ...schemas.generation import Delta
 from ...schemas.model_apis.canonical import (
-    CanonicalMessage,
+    ModelMessage,
     call_name,
     canonical_history,
     parse_reply,
 )
-from ...schemas.model_apis.request import history_of
 from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..data import HostData
@@ -44,7 +43,7 @@ class LocalCall:
     number: int
     """Its index in the order of the calls."""
     request: CallRequest
-    history: Sequence[CanonicalMessage]
+    history: Sequence[ModelMessage]
     """All its messages."""
     parent: "LocalAnswer | None"
     """The answer that it continues; None: a root."""
@@ -56,7 +55,7 @@ class LocalCall:
     """Code of its error; empty: none."""
 
     @property
-    def new_messages(self) -> Sequence[CanonicalMessage]:
+    def new_messages(self) -> Sequence[ModelMessage]:
         """The messages of its history after the answer that it continues."""
         return self.history[0 if self.parent is None else len(self.parent.path) :]
 
@@ -68,13 +67,13 @@ class LocalAnswer:
     call: LocalCall
     number: int
     """Its index among all answers of the episode."""
-    reply: CanonicalMessage
+    reply: ModelMessage
     follows: "LocalAnswer | None" = None
     """None, since without a chat template no history is rendered again."""
     delivered: bool = True
 
     @property
-    def path(self) -> list[CanonicalMessage]:
+    def path(self) -> list[ModelMessage]:
         """The history of a call that continues it."""
         return [*self.call.history, self.reply]
 
@@ -94,7 +93,7 @@ class LocalAnswer:
         return self.root
 
     @property
-    def given(self) -> Sequence[CanonicalMessage]:
+    def given(self) -> Sequence[ModelMessage]:
         """The messages that are new in its prompt."""
         return self.call.new_messages
 
@@ -128,7 +127,7 @@ Speak: TypeAlias = Callable[[LocalCall], Awaitable[str]]
 """Returns an answer, with tool calls as models write them; may raise a refusal."""
 
 
-def num_common(history: Sequence[CanonicalMessage], path: Sequence[CanonicalMessage]) -> int:
+def num_common(history: Sequence[ModelMessage], path: Sequence[ModelMessage]) -> int:
     """Return the number of first messages that agree."""
     pairs = zip(history, path, strict=False)
     agreeing = (
@@ -202,8 +201,8 @@ class LocalModel:
                 await tell(CallPart(deltas=[delta]))
         return CallPart(calls=[answer.number for answer in call.answers])
 
-    def _history(self, request: CallRequest) -> list[CanonicalMessage]:
-        new = canonical_history(history_of(request))
+    def _history(self, request: CallRequest) -> list[ModelMessage]:
+        new = canonical_history(request.messages)
         if request.previous is None:
             return new
         if request.previous >= len(self.answers):
@@ -213,7 +212,7 @@ class LocalModel:
             )
         return [*self.answers[request.previous].path, *new]
 
-    def _enter(self, request: CallRequest, history: list[CanonicalMessage]) -> LocalCall:
+    def _enter(self, request: CallRequest, history: list[ModelMessage]) -> LocalCall:
         """Add a call; it continues the longest path at the beginning of its history."""
         continued = [
             answer
@@ -227,7 +226,7 @@ class LocalModel:
         return call
 
 
-def _num_characters(messages: Sequence[CanonicalMessage]) -> int:
+def _num_characters(messages: Sequence[ModelMessage]) -> int:
     return sum(len(message.text) for message in messages)
 
 

@@ -2,21 +2,24 @@
 
 A program sends its whole history with each call, often changed: frameworks rewrite a tool's
 arguments, drop the reasoning, move cache markers, and send a list of texts instead of a string. A
-`CanonicalMessage` holds the content that the model read and wrote. Its `key` is equal for all
-spellings of one message and differs with its meaning.
+`ModelMessage` holds the content that the model read and wrote, from the program's proxy to the log
+of calls. Its `key` is equal for all spellings of one message and differs with its meaning.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import groupby
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
+
+from pydantic import Field, field_validator
 
 from ..chat_messages import read_object
 from ..tool_calls import CallSplitter, overlap
 from ..wire.codec import read_json
+from ..wire.message import Message
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -36,27 +39,13 @@ MIN_QUOTE = 16
 """Minimum length of an answer's text whose appearance in a message shows that it was read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """An image in a message."""
-
-    encoded: bytes
-    """The file's bytes (PNG, JPEG …)."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the bytes."""
-        return sha256(self.encoded).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class CanonicalCall:
+class CanonicalCall(NamedTuple):
     """A tool call of the model."""
 
     name: str
     arguments: str
     """As the model wrote them: JSON, or text that is not valid JSON."""
-    id: str = field(default="", compare=False)
+    id: str = ""
     """Names the call in its result. Programs may change it in both."""
 
     @property
@@ -75,21 +64,30 @@ class CanonicalCall:
             return f"text:{self.arguments}"
 
 
-@dataclass(frozen=True, slots=True)
-class CanonicalMessage:
-    """One message; an assistant's message also has its reasoning and tool calls."""
+class ModelMessage(Message):
+    """One message of a conversation, in any of the APIs."""
 
+    __slots__ = ("_cached_key",)  # outside of the fields, which are sent
     role: Role
-    content: tuple[str | Picture, ...] = ()
-    """Texts and images in order; texts are not empty, and no two are adjacent."""
+    content: tuple[str | bytes, ...] = ()
+    """Texts and encoded images, in order; no text is empty, and no two are adjacent."""
     calls: tuple[CanonicalCall, ...] = ()
+    """The assistant's tool calls: name, arguments as written, id."""
     reasoning: str | None = None
-    """Its reasoning; None: not sent, which equals any reasoning."""
-    call_id: str = field(default="", compare=False)
-    """Of a tool's result: the call that it answers."""
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """The assistant's reasoning; null: not sent, which equals any reasoning."""
+    call_id: str = ""
+    """Id of the call that a tool result answers."""
+    extra: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields for the chat template, such as `name`."""
-    _key: bytes = field(default=b"", init=False, compare=False, repr=False)
+
+    @field_validator("content")
+    @classmethod
+    def _joined(cls, content: tuple[str | bytes, ...]) -> tuple[str | bytes, ...]:
+        return content if len(content) == 1 and content[0] else joined(content)
+
+    def replaced(self, **fields: Any) -> Self:
+        """Return the message with other fields."""
+        return type(self)(**{**vars(self), **fields})
 
     @property
     def text(self) -> str:
@@ -100,24 +98,26 @@ class CanonicalMessage:
     def num_bytes(self) -> int:
         """Approximate size of its content."""
         texts = [self.reasoning or "", *(call.arguments for call in self.calls)]
-        parts = [len(p) if isinstance(p, str) else len(p.encoded) for p in self.content]
-        return sum(parts) + sum(map(len, texts))
+        return sum(map(len, self.content)) + sum(map(len, texts))
 
     @property
     def key(self) -> bytes:
         """16 bytes, equal for all spellings of the message; reasoning and ids do not count."""
-        if not self._key:  # cached, since a history is compared at each call
-            object.__setattr__(self, "_key", self._made_key())
-        return self._key
+        try:  # cached, since a history is compared at each call
+            return _CACHED_KEY.__get__(self)
+        except AttributeError:  # by the slot itself: pydantic's search for it takes longer
+            key = self._made_key()
+            _CACHED_KEY.__set__(self, key)
+            return key
 
     def _made_key(self) -> bytes:
         is_text = not self.calls and all(isinstance(part, str) for part in self.content)
         if is_text and not self._has_own_extra:
             text = self.text.encode(errors="surrogatepass")
             return blake2b(text, digest_size=16, person=self.role.encode()).digest()
-        parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
+        parts = [part if isinstance(part, str) else [digest_of(part)] for part in self.content]
         calls = [[call.name, call.key] for call in self.calls]
-        extra = [dict(self.extra)] if self._has_own_extra else []
+        extra = [self.extra] if self._has_own_extra else []
         whole = json.dumps([self.role, parts, calls, *extra], sort_keys=True, default=repr)
         return blake2b(whole.encode(), digest_size=16).digest()
 
@@ -126,7 +126,7 @@ class CanonicalMessage:
         """Whether further fields belong to its meaning; programs add fields to answers."""
         return bool(self.extra) and self.role != "assistant"
 
-    def agrees(self, other: "CanonicalMessage") -> bool:
+    def agrees(self, other: "ModelMessage") -> bool:
         """Whether the messages are equal; reasoning is compared if both have it."""
         both_have = self.reasoning is not None and other.reasoning is not None
         return self.key == other.key and not (both_have and self.reasoning != other.reasoning)
@@ -156,20 +156,28 @@ class CanonicalMessage:
         return [
             {"type": "text", "text": part}
             if isinstance(part, str)
-            else {"type": "image", "image": part.encoded}
+            else {"type": "image", "image": part}
             for part in self.content
         ]
 
 
-def pictures_of(messages: Iterable[CanonicalMessage]) -> Iterator[Picture]:
-    """Yield the images of messages, in order."""
+_CACHED_KEY: Any = vars(ModelMessage)["_cached_key"]
+
+
+def pictures_of(messages: Iterable[ModelMessage]) -> Iterator[bytes]:
+    """Yield the encoded images of messages, in order."""
     for message in messages:
         for part in message.content:
-            if isinstance(part, Picture):
+            if isinstance(part, bytes):
                 yield part
 
 
-def marks_of(reply: CanonicalMessage) -> list[str]:
+def digest_of(picture: bytes) -> str:
+    """Return the SHA-256 of an image's bytes."""
+    return sha256(picture).hexdigest()
+
+
+def marks_of(reply: ModelMessage) -> list[str]:
     """Return texts that show that a message contains an answer: its call ids and its own text.
 
     Some programs (smolagents) write ids as text.
@@ -179,7 +187,7 @@ def marks_of(reply: CanonicalMessage) -> list[str]:
     return [*ids, *([text] if len(text) >= MIN_QUOTE else [])]
 
 
-def quotes(messages: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
+def quotes(messages: Iterable[ModelMessage], reply: ModelMessage) -> bool:
     """Whether messages contain an answer: its text, or the id of one of its calls."""
     ids = {call.id for call in reply.calls if call.id}
     marks = marks_of(reply)
@@ -191,9 +199,9 @@ def quotes(messages: Iterable[CanonicalMessage], reply: CanonicalMessage) -> boo
     )
 
 
-def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
+def joined(parts: Iterable[str | bytes]) -> tuple[str | bytes, ...]:
     """Return the parts of a message with adjacent texts joined and empty texts left out."""
-    content: list[str | Picture] = []
+    content: list[str | bytes] = []
     for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
         if not is_text:
             content += group
@@ -203,11 +211,11 @@ def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
 
 
 def canonical_history(
-    messages: Sequence[CanonicalMessage], volatile: Sequence[Volatile] = VOLATILE
-) -> list[CanonicalMessage]:
+    messages: Sequence[ModelMessage], volatile: Sequence[Volatile] = VOLATILE
+) -> list[ModelMessage]:
     """Return a history without volatile text, with tool results in the order of their calls."""
-    history: list[CanonicalMessage] = []
-    results: list[CanonicalMessage] = []
+    history: list[ModelMessage] = []
+    results: list[ModelMessage] = []
     order: Mapping[str, int] = {}
     for message in [*messages, None]:
         if message is not None and message.role == "tool":
@@ -221,17 +229,17 @@ def canonical_history(
     return history
 
 
-def _without(message: CanonicalMessage, volatile: Sequence[Volatile]) -> CanonicalMessage:
+def _without(message: ModelMessage, volatile: Sequence[Volatile]) -> ModelMessage:
     if message.role not in ("system", "user"):
         return message
-    parts: list[str | Picture] = []
+    parts: list[str | bytes] = []
     for part in message.content:
         if isinstance(part, str):
             for mark, pattern in volatile:
                 part = pattern.sub("", part) if mark in part else part
         parts.append(part)
     content = joined(parts)
-    return message if content == message.content else replace(message, content=content)
+    return message if content == message.content else message.replaced(content=content)
 
 
 # Replies, read incrementally, in the same form in which an echo of the answer is recognised. Calls
@@ -284,11 +292,11 @@ class ReplyReader:
         self._splitter = CallSplitter()
 
     @property
-    def reply(self) -> CanonicalMessage:
+    def reply(self) -> ModelMessage:
         """The content so far, as a message."""
-        return CanonicalMessage(
+        return ModelMessage(
             role="assistant",
-            content=joined(self._texts),
+            content=tuple(self._texts),
             calls=tuple(self._calls),
             reasoning=None if self._reasoning is None else "".join(self._reasoning),
         )
@@ -379,7 +387,7 @@ def call_name(request: str, choice: int = 0) -> str:
     return f"call_{request[:20]}" if not choice else f"call_{request[:17]}{choice:03}"
 
 
-def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) -> CanonicalMessage:
+def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) -> ModelMessage:
     """Read a whole answer; see `ReplyReader`."""
     reader = ReplyReader(name, calls=calls, thinking=thinking)
     reader.push(text)

@@ -4,39 +4,33 @@ import codecs
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation
 from ..infer import PromptScore
 from . import answers
 from .canonical import (
     CanonicalCall,
-    CanonicalMessage,
-    Picture,
+    ModelMessage,
     Piece,
     ReasoningPiece,
     TextPiece,
-    joined,
 )
 from .request import (
+    FieldNames,
     Fields,
     ModelRequest,
     RequestError,
-    ToolChoice,
     custom_input,
-    custom_names,
-    output_format,
-    read_format,
     read_openai_tools,
-    read_sampling,
-    read_tool_choice,
+    read_shared,
 )
 
 DONE = "data: [DONE]\n\n"
 _OWN_FIELDS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 )
-"""Fields of a message that have their own field in a `CanonicalMessage`."""
+"""Fields of a message that have their own field in a `ModelMessage`."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -47,87 +41,64 @@ _SAMPLING = (
     "repetition_penalty",
     "min_p",
 )
+_CHAT = FieldNames(_SAMPLING, max_tokens=("max_completion_tokens", "max_tokens"))
+_COMPLETION = FieldNames(_SAMPLING, least_tokens=0)
 
 
 def read_chat(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/chat/completions`; raises RequestError naming the field."""
     fields = Fields(body)
     messages = _read_messages(fields)
-    tools, left_out = read_openai_tools(fields, nested=True)
-    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
-    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
-    schema = read_format(fields.any("response_format"), "response_format")
-    include_usage, options_left_out = _read_stream_options(fields)
     num_top = fields.count("top_logprobs", least=0) or 0
     tells_logprobs = fields.flag("logprobs")
-    limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
-    return ModelRequest(
+    include_usage, left_out = _read_include_usage(fields)
+    if num_top and not tells_logprobs:
+        left_out.append("top_logprobs")
+    return read_shared(
+        fields,
+        _CHAT,
+        read_openai_tools(fields, nested=True),
+        single="parallel_tool_calls" if fields.any("parallel_tool_calls") is False else "",
+        without_effect=left_out,
         messages=messages,
-        tools=() if choice.hides_tools else tools,
-        format=output_format(schema, choice, tools),
-        calls_one=choice.is_single,
         top_logprobs=num_top if tells_logprobs else None,
-        num_choices=fields.count("n") or 1,
-        max_tokens=limit,
-        stop=fields.texts("stop"),
-        stream=fields.flag("stream"),
         include_usage=include_usage,
-        custom_tools=custom_names(fields, nested=True),
-        return_token_ids=fields.flag("return_token_ids"),
-        model=fields.text("model"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(
-            *left_out,
-            *(["top_logprobs"] if num_top and not tells_logprobs else []),
-            *fields.unread(),
-            *options_left_out,
-            *choice.without_effect,
-        ),
     )
 
 
 def read_completion(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/completions`; raises RequestError naming the field."""
     fields = Fields(body)
-    include_usage, options_left_out = _read_stream_options(fields)
-    prompt_logprobs = fields.count("prompt_logprobs", least=0)
-    max_tokens = fields.count("max_tokens", least=0)
-    schema = read_format(fields.any("response_format"), "response_format")
-    if max_tokens == 0 and prompt_logprobs is None:
+    include_usage, left_out = _read_include_usage(fields)
+    request = read_shared(
+        fields,
+        _COMPLETION,
+        prompt_logprobs=(prompt_logprobs := fields.count("prompt_logprobs", least=0)),
+        add_special_tokens=fields.flag("add_special_tokens", default=True),
+        top_logprobs=fields.count("logprobs", least=0),
+        prompts=_read_prompts(fields),
+        include_usage=include_usage,
+        return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
+        without_effect=left_out,
+    )
+    if request.max_tokens == 0 and prompt_logprobs is None:
         raise RequestError("max_tokens may be 0 only with prompt_logprobs", param="max_tokens")
-    if fields.flag("stream") and prompt_logprobs is not None:
+    if request.stream and prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not streamed", param="prompt_logprobs", hint="leave stream out"
         )
-    return ModelRequest(
-        prompts=_read_prompts(fields),
-        prompt_logprobs=prompt_logprobs,
-        add_special_tokens=fields.flag("add_special_tokens", default=True),
-        format=output_format(schema, ToolChoice(), ()),
-        top_logprobs=fields.count("logprobs", least=0),
-        num_choices=fields.count("n") or 1,
-        max_tokens=max_tokens,
-        stop=fields.texts("stop"),
-        stream=fields.flag("stream"),
-        include_usage=include_usage,
-        return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
-        model=fields.text("model"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(*fields.unread(), *options_left_out),
-    )
+    return request
 
 
-def _read_stream_options(fields: Fields) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a stream ends with token counts, and the options without effect."""
-    options = Fields(fields.any("stream_options") or {}, "stream_options")
+def _read_include_usage(fields: Fields) -> tuple[bool, list[str]]:
+    """Return whether a stream ends with token counts; and its name, if it has no effect."""
+    options = fields.inner("stream_options")
     include_usage = options.flag("include_usage")
-    left_out = options.unread()
-    if include_usage and not fields.flag("stream"):
-        left_out += (options.name("include_usage"),)
-    return include_usage, left_out
+    is_lost = include_usage and not fields.flag("stream")
+    return include_usage, [options.name("include_usage")] if is_lost else []
 
 
-def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
+def _read_messages(fields: Fields) -> tuple[ModelMessage, ...]:
     messages = fields.items("messages")
     if not messages:
         raise RequestError("messages is empty", param="messages")
@@ -137,7 +108,7 @@ def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
         raise RequestError(error.message, param=error.place, hint=error.hint) from error
 
 
-def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
+def conversation(messages: Sequence[Any]) -> tuple[ModelMessage, ...]:
     """Read chat messages in any spelling.
 
     Raises UnreadableMessageError, and RequestError for an unknown role.
@@ -147,7 +118,7 @@ def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
     return tuple(canonical_message(message, f"messages[{n}]") for n, message in enumerate(read))
 
 
-def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessage:
+def canonical_message(message: Mapping[str, Any], place: str) -> ModelMessage:
     """Return a message that `read_conversation` read; RequestError for an unknown role."""
     role = message["role"]
     if role not in ("system", "user", "assistant", "tool"):
@@ -156,18 +127,18 @@ def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessag
     parts = [content] if isinstance(content, str) else [_part(part) for part in content]
     name = message.get("tool_call_id") or message.get("name") if role == "tool" else ""
     reasoning = message.get("reasoning_content") if role == "assistant" else None
-    return CanonicalMessage(
-        role,
-        joined(parts),
-        tuple(_call(call) for call in message.get("tool_calls", ())),
-        reasoning if isinstance(reasoning, str) else None,
-        name if isinstance(name, str) else "",
-        {field: value for field, value in message.items() if field not in _OWN_FIELDS},
+    return ModelMessage(
+        role=role,
+        content=tuple(parts),
+        calls=tuple(_call(call) for call in message.get("tool_calls", ())),
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+        call_id=name if isinstance(name, str) else "",
+        extra={field: value for field, value in message.items() if field not in _OWN_FIELDS},
     )
 
 
-def _part(part: Mapping[str, Any]) -> str | Picture:
-    return part["text"] if part["type"] == "text" else Picture(part["image"])
+def _part(part: Mapping[str, Any]) -> str | bytes:
+    return part["text"] if part["type"] == "text" else part["image"]
 
 
 def _call(call: Mapping[str, Any]) -> CanonicalCall:
@@ -266,16 +237,52 @@ def _called_function(call: CanonicalCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-class ChatCompletionAnswer:
-    """The choices of an answer of Chat Completions; see `Answer`."""
+class _OpenAIAnswer:
+    """The common parts of answers of Chat Completions and of Completions; see `Answer`."""
+
+    chunk_kind: ClassVar[str]
+    """The `object` of an event."""
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Write the answer to a request."""
         self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of the prompt, if requested and known."""
+        """Tokens of each prompt, if requested and known."""
         self._head = head
         self._include_usage = request.include_usage
         self._is_streamed = request.stream
+
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield extra fields, the token counts if requested, and the end."""
+        top: dict[str, Any] = {**self._top(self.chunk_kind), "choices": []}
+        if extra:
+            yield answers.event({**top, **extra})
+        if self._include_usage:
+            yield answers.event({**top, "usage": worded_usage(usage)})
+        yield DONE
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a failed stream."""
+        return answers.event(error)
+
+    def _top(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+    def _event(self, choice: Mapping[str, Any], top: Mapping[str, Any] | None = None) -> str:
+        """Return an event with a choice, and further fields beside it."""
+        usage = {"usage": None} if self._include_usage else {}
+        fields = {**self._top(self.chunk_kind), **(top or {})}
+        return answers.event({**fields, "choices": [choice], **usage})
+
+
+class ChatCompletionAnswer(_OpenAIAnswer):
+    """The choices of an answer of Chat Completions; see `Answer`."""
+
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
+        """Write the answer to a request."""
+        super().__init__(head, request)
         self._choices = [
             _Choice(number, request.custom_tools, is_streamed=request.stream)
             for number in range(request.num_choices)
@@ -310,19 +317,6 @@ class ChatCompletionAnswer:
         of = self._choices[choice]
         of.close(reason, stop)
         yield self._chunk(of, {})
-
-    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield extra fields, the token counts if requested, and the end."""
-        top: dict[str, Any] = {**self._top("chat.completion.chunk"), "choices": []}
-        if extra:
-            yield answers.event({**top, **extra})
-        if self._include_usage:
-            yield answers.event({**top, "usage": worded_usage(usage)})
-        yield DONE
-
-    def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a failed stream."""
-        return answers.event(error)
 
     def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object."""
@@ -364,29 +358,22 @@ class ChatCompletionAnswer:
             choice["stop_reason"] = of.stop
         if tokens.ids is not None:
             choice["token_ids"] = list(tokens.ids)
-        usage = {"usage": None} if self._include_usage else {}
-        head = self._top("chat.completion.chunk")
-        return answers.event({**head, **(top or {}), "choices": [choice], **usage})
+        return self._event(choice, top)
 
     def _prompt_fields(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self.prompt_ids[0])} if self.prompt_ids else {}
 
-    def _top(self, kind: str) -> dict[str, Any]:
-        return _top(self._head, kind)
 
-
-class CompletionAnswer:
+class CompletionAnswer(_OpenAIAnswer):
     """The choices of an answer of Completions, of one or several prompts; see `Answer`."""
+
+    chunk_kind = "text_completion"
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Write the answer to a request."""
-        self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of each prompt, if requested and known."""
+        super().__init__(head, request)
         self.scores: list[PromptScore] = []
         """Log-probs of the prompts' tokens, if requested."""
-        self._head = head
-        self._include_usage = request.include_usage
-        self._is_streamed = request.stream
         self._num_top = request.top_logprobs or 0
         self._per_prompt = request.num_choices
         num = request.num_choices * len(request.prompts)
@@ -419,19 +406,6 @@ class CompletionAnswer:
         end = {"finish_reason": of.finish, "stop_reason": of.stop}
         yield self._event({"index": of.number, "text": "", "logprobs": None, **end})
 
-    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield extra fields, the token counts if requested, and the end."""
-        top: dict[str, Any] = {**_top(self._head, "text_completion"), "choices": []}
-        if extra:
-            yield answers.event({**top, **extra})
-        if self._include_usage:
-            yield answers.event({**top, "usage": worded_usage(usage)})
-        yield DONE
-
-    def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a failed stream."""
-        return answers.event(error)
-
     def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object."""
         choices: list[dict[str, Any]] = []
@@ -442,7 +416,7 @@ class CompletionAnswer:
             end = {"finish_reason": of.finish, "stop_reason": of.stop}
             choices.append({**whole, **end, **scores})
         usage_fields = {"usage": worded_usage(usage)}
-        return {**_top(self._head, "text_completion"), "choices": choices, **usage_fields}
+        return {**self._top(self.chunk_kind), "choices": choices, **usage_fields}
 
     def _choice(self, of: "_Text", text: str, tokens: answers.NewTokens) -> dict[str, Any]:
         """Return a part of a choice; the first part has the prompt's tokens, as in vLLM."""
@@ -475,10 +449,6 @@ class CompletionAnswer:
         rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
         return {"prompt_logprobs": rows} if scores else {}
 
-    def _event(self, choice: Mapping[str, Any]) -> str:
-        usage = {"usage": None} if self._include_usage else {}
-        return answers.event({**_top(self._head, "text_completion"), "choices": [choice], **usage})
-
 
 class _Offset:
     """Offset of the next token in a text; the offset of a character is that of its first byte."""
@@ -507,10 +477,6 @@ class _Text(_Choice):
         self.has_prompt = False
         """Whether its prompt's tokens have been written."""
         self.offset = _Offset()
-
-
-def _top(head: answers.AnswerHead, kind: str) -> dict[str, Any]:
-    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
 def _worded_logprobs(logprobs: Sequence[answers.TokenLogprob] | None) -> dict[str, Any] | None:

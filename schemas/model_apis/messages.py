@@ -6,22 +6,26 @@ from typing import Any
 
 from ..wire.errors import TinkermqError
 from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, text_of
-from .canonical import CanonicalCall, CanonicalMessage, Picture, Piece, TextPiece, joined
+from .canonical import CanonicalCall, ModelMessage, Piece, TextPiece, joined
 from .request import (
+    FieldNames,
     Fields,
     ModelRequest,
+    ReadTools,
     RequestError,
     function_tool,
-    output_format,
     read_content,
-    read_format,
     read_part,
     read_picture,
-    read_sampling,
-    read_tool_choice,
+    read_shared,
 )
 
-_SAMPLING = ("temperature", "top_p", "top_k")
+_FIELDS = FieldNames(
+    ("temperature", "top_p", "top_k"),
+    formats=("output_config.format", "output_format"),
+    stop="stop_sequences",
+    num_choices="",
+)
 
 
 class ThreadRefused(RequestError):
@@ -46,44 +50,26 @@ def read_messages(body: Any) -> ModelRequest:
     fields = Fields(body)
     if fields.any("thread") is not None:
         raise ThreadRefused
-    messages: list[CanonicalMessage] = []
+    messages: list[ModelMessage] = []
     if fields.any("system"):
-        messages.append(CanonicalMessage("system", read_content(fields, "system")))
+        messages.append(ModelMessage(role="system", content=read_content(fields, "system")))
     for message in fields.objects("messages"):
         messages += _messages(message)
     if not fields.items("messages"):
         raise RequestError("messages is empty", param="messages")
-    tools, left_out = _tools(fields)
     chosen = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice")
     single = chosen.name("disable_parallel_tool_use")
-    single = single if chosen.flag("disable_parallel_tool_use") else ""
-    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
-    configured = Fields(fields.any("output_config") or {}, "output_config")
-    schema = read_format(configured.any("format"), "output_config.format")
-    if schema is None:
-        schema = read_format(fields.any("output_format"), "output_format")
-    return ModelRequest(
+    return read_shared(
+        fields,
+        _FIELDS,
+        _read_tools(fields),
+        single=single if chosen.flag("disable_parallel_tool_use") else "",
         messages=tuple(messages),
-        tools=() if choice.hides_tools else tools,
-        format=output_format(schema, choice, tools),
-        calls_one=choice.is_single,
-        max_tokens=fields.count("max_tokens"),
-        stop=fields.texts("stop_sequences"),
-        stream=fields.flag("stream"),
         is_prefill=messages[-1].role == "assistant",
-        model=fields.text("model"),
-        return_token_ids=fields.flag("return_token_ids"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(
-            *left_out,
-            *fields.unread(),
-            *(["output_config"] if configured.unread() else []),
-            *choice.without_effect,
-        ),
     )
 
 
-def _messages(message: Fields) -> Iterator[CanonicalMessage]:
+def _messages(message: Fields) -> Iterator[ModelMessage]:
     """Yield a message's content as messages; each tool result becomes one of its own."""
     role = message.text("role")
     if role == "assistant":
@@ -92,31 +78,31 @@ def _messages(message: Fields) -> Iterator[CanonicalMessage]:
     if role not in ("user", "system"):
         raise RequestError(f"{message.name('role')} is {role!r}", param=message.name("role"))
     if isinstance(message.any("content"), str | None):
-        yield CanonicalMessage(role, read_content(message))
+        yield ModelMessage(role=role, content=read_content(message))
         return
-    parts: list[str | Picture] = []
+    parts: list[str | bytes] = []
     has_results = False
     for block in message.objects("content"):
         if block.text("type") != "tool_result":
             parts.append(_part(block))
             continue
         if content := joined(parts):
-            yield CanonicalMessage(role, content)
+            yield ModelMessage(role=role, content=content)
             parts = []
         has_results = True
-        yield CanonicalMessage("tool", _result(block), call_id=block.text("tool_use_id"))
+        yield ModelMessage(role="tool", content=_result(block), call_id=block.text("tool_use_id"))
     content = joined(parts)
     if content or not has_results:
-        yield CanonicalMessage(role, content)
+        yield ModelMessage(role=role, content=content)
 
 
-def _result(block: Fields) -> tuple[str | Picture, ...]:
+def _result(block: Fields) -> tuple[str | bytes, ...]:
     if isinstance(block.any("content"), str | None):
         return read_content(block)
     return joined(_part(part) for part in block.objects("content"))
 
 
-def _part(block: Fields) -> str | Picture:
+def _part(block: Fields) -> str | bytes:
     if block.text("type") != "image":
         return read_part(block)
     source = Fields(block.any("source"), block.name("source"))
@@ -124,10 +110,10 @@ def _part(block: Fields) -> str | Picture:
     return read_picture({"type": "image_url", "image_url": {"url": url}}, block)
 
 
-def _assistant(message: Fields) -> CanonicalMessage:
+def _assistant(message: Fields) -> ModelMessage:
     if isinstance(message.any("content"), str | None):
-        return CanonicalMessage("assistant", read_content(message))
-    parts: list[str | Picture] = []
+        return ModelMessage(role="assistant", content=read_content(message))
+    parts: list[str | bytes] = []
     calls: list[CanonicalCall] = []
     thoughts: list[str] = []
     for block in message.objects("content"):
@@ -140,10 +126,12 @@ def _assistant(message: Fields) -> CanonicalMessage:
         elif kind != "redacted_thinking":
             parts.append(_part(block))
     reasoning = "".join(thoughts) if thoughts else None
-    return CanonicalMessage("assistant", joined(parts), tuple(calls), reasoning)
+    return ModelMessage(
+        role="assistant", content=joined(parts), calls=tuple(calls), reasoning=reasoning
+    )
 
 
-def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+def _read_tools(fields: Fields) -> ReadTools:
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
     for tool in fields.objects("tools"):
@@ -153,7 +141,7 @@ def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
             tools.append(function_tool(tool.text("name"), tool.text("description"), parameters))
         else:
             left_out.append(f"tools: {kind}")
-    return tuple(tools), left_out
+    return ReadTools(tuple(tools), left_out=tuple(left_out))
 
 
 class MessagesAnswer:

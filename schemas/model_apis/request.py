@@ -14,12 +14,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from ..agent import MAX_CALL_CHOICES, CallRequest
-from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding, ModelMessage
+from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding
 from ..infer import ChatRequest, CompletionRequest
 from ..output_format import (
     ANY_OBJECT,
@@ -29,12 +29,16 @@ from ..output_format import (
     SchemaError,
     check_schema,
 )
-from ..wire.errors import DataError, TinkermqError
+from ..wire.codec import read_json
+from ..wire.errors import DataError, MessageError, TinkermqError
 from ..wire.images import encoded_image
-from .canonical import CanonicalCall, CanonicalMessage, Picture, joined
+from .canonical import CanonicalCall, ModelMessage, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Created once, since each request is read field by field."""
+
+
+T = TypeVar("T")
 
 
 class RequestError(TinkermqError):
@@ -53,7 +57,7 @@ class RequestError(TinkermqError):
 class ModelRequest:
     """One request of any API."""
 
-    messages: tuple[CanonicalMessage, ...] = ()
+    messages: tuple[ModelMessage, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     """In the form of chat templates."""
     prompts: tuple[str | list[int], ...] = ()
@@ -93,6 +97,14 @@ class ModelRequest:
     """Fields that were sent and have no effect, though their value asks for one."""
 
 
+def json_of(raw: bytes) -> Any:
+    """Return the JSON value of a body; RequestError if it is invalid."""
+    try:
+        return read_json(raw)
+    except MessageError as error:
+        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+
+
 class Fields:
     """Reads a JSON object field by field, and records which fields were not read."""
 
@@ -103,6 +115,7 @@ class Fields:
         self._value = cast("dict[str, Any]", value)
         self._place = place
         self._read: set[str] = set()
+        self._inner: list[Fields] = []
 
     def name(self, key: str) -> str:
         """Return a field's full name, from the body on."""
@@ -112,6 +125,11 @@ class Fields:
         """Return a field's value; None if it is missing."""
         self._read.add(key)
         return self._value.get(key)
+
+    def inner(self, key: str) -> "Fields":
+        """Return the object in a field, whose fields count as this one's; empty if missing."""
+        self._inner.append(Fields(self.any(key) or {}, self.name(key)))
+        return self._inner[-1]
 
     def text(self, key: str, default: str = "") -> str:
         """Return a text; the default if it is null or missing."""
@@ -161,11 +179,12 @@ class Fields:
 
     def unread(self) -> tuple[str, ...]:
         """Return the fields that were not read and whose value is not a default."""
-        return tuple(
+        own = (
             self.name(key)
             for key, value in self._value.items()
             if key not in self._read and not asks_nothing(self.name(key), value)
         )
+        return (*own, *(name for inner in self._inner for name in inner.unread()))
 
     def _wrong(self, key: str, allowed: str) -> RequestError:
         name = self.name(key)
@@ -176,7 +195,7 @@ class Fields:
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 
 
-def read_content(fields: Fields, key: str = "content") -> tuple[str | Picture, ...]:
+def read_content(fields: Fields, key: str = "content") -> tuple[str | bytes, ...]:
     """Read texts and images: a text, null, or a list of parts."""
     value = fields.any(key)
     if isinstance(value, _TEXT):
@@ -184,7 +203,7 @@ def read_content(fields: Fields, key: str = "content") -> tuple[str | Picture, .
     return joined(read_part(part) for part in fields.objects(key))
 
 
-def read_part(part: Fields) -> str | Picture:
+def read_part(part: Fields) -> str | bytes:
     """Read a part of a message: a text or an image."""
     kind = part.text("type", "text")
     if kind in TEXT_PARTS:
@@ -197,10 +216,10 @@ def read_part(part: Fields) -> str | Picture:
     )
 
 
-def read_picture(image: Mapping[str, Any], part: Fields) -> Picture:
+def read_picture(image: Mapping[str, Any], part: Fields) -> bytes:
     """Return the image of a part; RequestError for one that is not part of the request."""
     try:
-        return Picture(encoded_image(image))
+        return encoded_image(image)
     except DataError as error:
         raise RequestError(error.message, param=part.name("type"), hint=error.hint) from error
 
@@ -225,24 +244,38 @@ FREE_TEXT: Mapping[str, Any] = {
 """Parameters of a tool that takes any text."""
 
 
-def read_openai_tools(
-    fields: Fields, *, nested: bool
-) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """Read OpenAI's tools: functions and tools that take any text; also return others' names.
+@dataclass(frozen=True, slots=True)
+class ReadTools:
+    """The tools of a request."""
+
+    shown: tuple[dict[str, Any], ...] = ()
+    """In the form of chat templates."""
+    custom: frozenset[str] = frozenset()
+    """Names of those that take any text."""
+    left_out: tuple[str, ...] = ()
+    """Those of unsupported kinds."""
+
+
+def read_openai_tools(fields: Fields, *, nested: bool) -> ReadTools:
+    """Read OpenAI's tools: functions and tools that take any text.
 
     `nested`: a tool's definition is in a field named after its type.
     """
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
+    custom: set[str] = set()
     for tool in fields.objects("tools"):
         kind = tool.text("type", "function")
         if kind not in ("function", "custom"):
             left_out.append(f"tools: {kind}")
             continue
         function = Fields(tool.any(kind), tool.name(kind)) if nested else tool
+        name = function.text("name")
+        if kind == "custom":
+            custom.add(name)
         parameters = FREE_TEXT if kind == "custom" else function.any("parameters")
-        tools.append(function_tool(function.text("name"), function.text("description"), parameters))
-    return tuple(tools), left_out
+        tools.append(function_tool(name, function.text("description"), parameters))
+    return ReadTools(tuple(tools), frozenset(custom), tuple(left_out))
 
 
 def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
@@ -256,15 +289,72 @@ def custom_input(call: CanonicalCall) -> str:
     return str(value.get("input", "")) if isinstance(value, dict) else ""
 
 
-def custom_names(fields: Fields, *, nested: bool) -> frozenset[str]:
-    """Return the names of tools that take any text; `nested` as in `read_openai_tools`."""
-    tools = [tool for tool in fields.objects("tools") if tool.text("type") == "custom"]
-    if nested:
-        tools = [Fields(tool.any("custom"), tool.name("custom")) for tool in tools]
-    return frozenset(tool.text("name") for tool in tools)
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """The names that an API gives to the fields that all APIs have; empty: it has none."""
+
+    sampling: tuple[str, ...]
+    """Its sampling options."""
+    max_tokens: tuple[str, ...] = ("max_tokens",)
+    """Of several, and of several `formats`, the first that was sent counts."""
+    least_tokens: int = 1
+    formats: tuple[str, ...] = ("response_format",)
+    """Paths of the required form of an answer."""
+    stop: str = "stop"
+    num_choices: str = "n"
 
 
-def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
+def read_shared(
+    fields: Fields,
+    names: FieldNames,
+    sent: ReadTools | None = None,
+    *,
+    single: str = "",
+    without_effect: Iterable[str] = (),
+    **own: Any,
+) -> ModelRequest:
+    """Read the fields that all APIs have; return them with those that an API has of its `own`.
+
+    `sent` are the tools; None: the API has none. `single` is the name of the field that limits an
+    answer to one call, if it was sent. `without_effect` names other fields without effect. Raises
+    RequestError naming a field.
+    """
+    tools, choice = sent or ReadTools(), ToolChoice()
+    if sent is not None:
+        choice = read_tool_choice(fields.any("tool_choice"), tools.shown, single=single)
+    schemas = (read_format(*_at(fields, path)) for path in names.formats)
+    limits = (fields.count(name, names.least_tokens) for name in names.max_tokens)
+    shared: dict[str, Any] = {
+        "tools": () if choice.hides_tools else tools.shown,
+        "custom_tools": tools.custom,
+        "format": output_format(_first(schemas), choice, tools.shown),
+        "calls_one": choice.is_single,
+        "max_tokens": _first(limits),
+        "num_choices": (names.num_choices and fields.count(names.num_choices)) or 1,
+        "stop": fields.texts(names.stop) if names.stop else (),
+        "stream": fields.flag("stream"),
+        "model": fields.text("model"),
+        "sampling": _read_sampling(fields, names.sampling),
+        "return_token_ids": fields.flag("return_token_ids"),
+    }
+    unread = (*tools.left_out, *without_effect, *fields.unread(), *choice.without_effect)
+    return ModelRequest(**{**shared, **own}, without_effect=unread)
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    """Return the first value that is not None; later ones are not read."""
+    return next((value for value in values if value is not None), None)
+
+
+def _at(fields: Fields, path: str) -> tuple[Any, str]:
+    """Return the value at a path (`text.format`), and the path."""
+    *outer, key = path.split(".")
+    for name in outer:
+        fields = fields.inner(name)
+    return fields.any(key), path
+
+
+def _read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Return the sampling options as sent, without numbers that are the default."""
     values = {name: fields.any(name) for name in names}
     return {
@@ -523,45 +613,6 @@ _NAMES = {
 """Names of message fields in the APIs, if they differ."""
 
 
-def packed(message: CanonicalMessage) -> ModelMessage:
-    """Return a message as a `ModelMessage`, which is sent."""
-    return ModelMessage(**_fields(message))
-
-
-def _fields(message: CanonicalMessage) -> dict[str, Any]:
-    return {
-        "role": message.role,
-        "content": [part if isinstance(part, str) else part.encoded for part in message.content],
-        "calls": [(call.name, call.arguments, call.id) for call in message.calls],
-        "reasoning": message.reasoning,
-        "call_id": message.call_id,
-        "extra": dict(message.extra),
-    }
-
-
-def unpacked(message: ModelMessage) -> CanonicalMessage:
-    """Return the message of a received `ModelMessage`."""
-    content: tuple[str | Picture, ...]
-    match message.content:
-        case [str(text)] if text:  # the common case, since each call has the whole history
-            content = (text,)
-        case parts:
-            content = joined(part if isinstance(part, str) else Picture(part) for part in parts)
-    return CanonicalMessage(
-        role=message.role,
-        content=content,
-        calls=tuple(CanonicalCall(*call) for call in message.calls),
-        reasoning=message.reasoning,
-        call_id=message.call_id,
-        extra=message.extra,
-    )
-
-
-def history_of(request: CallRequest | ChatRequest) -> list[CanonicalMessage]:
-    """Return the messages of a request."""
-    return [unpacked(message) for message in request.messages]
-
-
 def call_request(
     model_request: ModelRequest,
     request: str,
@@ -631,7 +682,7 @@ def _shared_fields(
 
 def _conversation_fields(model_request: ModelRequest) -> dict[str, Any]:
     return {
-        "messages": [_fields(message) for message in model_request.messages],
+        "messages": list(model_request.messages),
         "tools": [dict(tool) for tool in model_request.tools],
     }
 

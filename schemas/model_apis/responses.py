@@ -9,29 +9,31 @@ from ..wire.images import data_url
 from . import answers
 from .canonical import (
     CanonicalCall,
-    CanonicalMessage,
-    Picture,
+    ModelMessage,
     Piece,
     ReasoningPiece,
     TextPiece,
     joined,
 )
 from .request import (
+    FieldNames,
     Fields,
     ModelRequest,
     RequestError,
     custom_call,
     custom_input,
-    custom_names,
-    output_format,
     read_content,
-    read_format,
     read_openai_tools,
-    read_sampling,
-    read_tool_choice,
+    read_shared,
 )
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+_FIELDS = FieldNames(
+    ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty"),
+    max_tokens=("max_output_tokens",),
+    formats=("text.format",),
+    stop="",
+    num_choices="",
+)
 _ECHOED: Mapping[str, Any] = {
     "background": False,
     "instructions": None,
@@ -62,45 +64,28 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 def read_response(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/responses`; raises RequestError naming the field."""
     fields = Fields(body)
-    messages: list[CanonicalMessage] = []
+    messages: list[ModelMessage] = []
     if instructions := fields.text("instructions"):
-        messages.append(CanonicalMessage("system", (instructions,)))
+        messages.append(ModelMessage(role="system", content=(instructions,)))
     left_out: list[str] = []
     items = fields.any("input")
     if isinstance(items, str):
-        messages.append(CanonicalMessage("user", joined([items])))
+        messages.append(ModelMessage(role="user", content=joined([items])))
     else:
         for item in fields.objects("input"):
             _add(messages, item, left_out)
     if not messages:
         raise RequestError("input is empty", param="input")
-    tools, tools_left_out = read_openai_tools(fields, nested=False)
-    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
-    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
-    text = Fields(fields.any("text") or {}, "text")
-    schema = read_format(text.any("format"), "text.format")
-    options = Fields(fields.any("stream_options") or {}, "stream_options")
-    return ModelRequest(
+    fields.inner("stream_options")
+    return read_shared(
+        fields,
+        _FIELDS,
+        read_openai_tools(fields, nested=False),
+        single="parallel_tool_calls" if fields.any("parallel_tool_calls") is False else "",
+        without_effect=left_out,
         messages=tuple(messages),
-        tools=() if choice.hides_tools else tools,
-        format=output_format(schema, choice, tools),
-        calls_one=choice.is_single,
-        max_tokens=fields.count("max_output_tokens"),
-        stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
-        custom_tools=custom_names(fields, nested=False),
         echo=_echo(body),
-        model=fields.text("model"),
-        return_token_ids=fields.flag("return_token_ids"),
-        sampling=read_sampling(fields, _SAMPLING),
-        without_effect=(
-            *left_out,
-            *tools_left_out,
-            *fields.unread(),
-            *options.unread(),
-            *text.unread(),
-            *choice.without_effect,
-        ),
     )
 
 
@@ -120,12 +105,12 @@ def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**_ECHOED, **echoed}
 
 
-def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) -> None:
+def _add(messages: list[ModelMessage], item: Fields, left_out: list[str]) -> None:
     """Add an item; the assistant's consecutive reasoning, text and calls are one message."""
     kind = item.text("type", "message")
     if kind in _OUTPUTS:
         output = read_content(item, "output")
-        messages.append(CanonicalMessage("tool", output, call_id=item.text("call_id")))
+        messages.append(ModelMessage(role="tool", content=output, call_id=item.text("call_id")))
         return
     message = _message(item) if kind == "message" else _part_of_turn(item, kind)
     if message is None:
@@ -136,19 +121,19 @@ def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) ->
         messages.append(message)
 
 
-def _message(item: Fields) -> CanonicalMessage:
+def _message(item: Fields) -> ModelMessage:
     role = item.text("role", "user")
     content = read_content(item)
     if role in ("system", "developer"):
-        return CanonicalMessage("system", content)
+        return ModelMessage(role="system", content=content)
     if role == "user":
-        return CanonicalMessage("user", content)
+        return ModelMessage(role="user", content=content)
     if role == "assistant":
-        return CanonicalMessage("assistant", content)
+        return ModelMessage(role="assistant", content=content)
     raise RequestError(f"{item.name('role')} is {role!r}", param=item.name("role"))
 
 
-def _part_of_turn(item: Fields, kind: str) -> CanonicalMessage | None:
+def _part_of_turn(item: Fields, kind: str) -> ModelMessage | None:
     if kind == "function_call":
         arguments = item.text("arguments").strip() or "{}"
         call = CanonicalCall(item.text("name"), arguments, item.text("call_id"))
@@ -157,23 +142,23 @@ def _part_of_turn(item: Fields, kind: str) -> CanonicalMessage | None:
     elif kind == "reasoning":
         texts = read_content(item) or read_content(item, "summary")
         reasoning = "".join(text for text in texts if isinstance(text, str))
-        return CanonicalMessage("assistant", reasoning=reasoning or None)
+        return ModelMessage(role="assistant", reasoning=reasoning or None)
     else:
         return None
-    return CanonicalMessage("assistant", calls=(call,))
+    return ModelMessage(role="assistant", calls=(call,))
 
 
-def _together(first: CanonicalMessage, second: CanonicalMessage) -> CanonicalMessage:
+def _together(first: ModelMessage, second: ModelMessage) -> ModelMessage:
     thoughts = [text for text in (first.reasoning, second.reasoning) if text is not None]
-    return CanonicalMessage(
-        "assistant",
-        joined([*first.content, *second.content]),
-        (*first.calls, *second.calls),
-        "".join(thoughts) if thoughts else None,
+    return ModelMessage(
+        role="assistant",
+        content=joined([*first.content, *second.content]),
+        calls=(*first.calls, *second.calls),
+        reasoning="".join(thoughts) if thoughts else None,
     )
 
 
-def input_items(messages: Sequence[CanonicalMessage], name: str) -> Iterator[dict[str, Any]]:
+def input_items(messages: Sequence[ModelMessage], name: str) -> Iterator[dict[str, Any]]:
     """Yield messages as input items; `name` is the id of their response."""
     numbers = count()
 
@@ -196,9 +181,9 @@ def input_items(messages: Sequence[CanonicalMessage], name: str) -> Iterator[dic
             yield item("fc", "function_call", **called)
 
 
-def _worded_part(part: str | Picture, role: str) -> dict[str, Any]:
-    if isinstance(part, Picture):
-        return {"type": "input_image", "detail": "auto", "image_url": data_url(part.encoded)}
+def _worded_part(part: str | bytes, role: str) -> dict[str, Any]:
+    if isinstance(part, bytes):
+        return {"type": "input_image", "detail": "auto", "image_url": data_url(part)}
     if role == "assistant":
         return {"type": "output_text", "text": part, "annotations": [], "logprobs": []}
     return {"type": "input_text", "text": part}

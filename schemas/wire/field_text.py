@@ -55,9 +55,11 @@ def _type(annotation: Any) -> str:
         return f"`{'|'.join(map(str, arguments))}`"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments)
-    if origin is list:
+    if origin is list or (origin is tuple and arguments[-1] is ...):
         item = _type(arguments[0])
         return f"({item})[]" if " or " in item else f"{item}[]"
+    if hasattr(annotation, "_fields"):  # a named tuple
+        origin, arguments = tuple, tuple(typing.get_type_hints(annotation).values())
     if origin is tuple:
         return f"{_type(arguments[0])}[{len(arguments)}]"
     if origin is dict:

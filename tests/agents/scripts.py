@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinkermq.schemas.model_apis.canonical import CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 
 THOUGHT = "<think>\nLet me think about it.\n</think>\n\n"
 PROMPT = "How much is x?"
@@ -49,9 +49,7 @@ class Script:
     in_order: bool = False
     """For a program that forgets: one turn after the other, whatever stands in the history."""
 
-    def say(
-        self, messages: Sequence[CanonicalMessage], tools: Sequence[Any], number: int = 0
-    ) -> str:
+    def say(self, messages: Sequence[ModelMessage], tools: Sequence[Any], number: int = 0) -> str:
         """Return the answer to a history, `number` answers after the first."""
         if self.in_order:
             return self.at(number)

@@ -18,8 +18,9 @@ from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect, first_connection, give_up_at
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
-from tinkermq.broker.client.login import CA_VARIABLE, find_login
+from tinkermq.broker.client.login import CA_VARIABLE, CREDENTIALS_VARIABLE, find_login
 from tinkermq.broker.client.nats_internals import CarefulClient
+from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
@@ -28,6 +29,7 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import (
+    AuthError,
     BrokerError,
     DeadlineError,
     MessageError,
@@ -63,6 +65,25 @@ def _as_ann(server: NatsServer, password: str = "pw") -> str:
 def test_the_end_of_a_file_s_line_is_no_part_of_a_key() -> None:
     key = new_api_key("ada")
     assert find_login("local", f"{key}\r\n").options["password"] == key
+
+
+def test_a_file_holds_the_credentials_of_a_service_or_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = PoolSecrets(tmp_path / "secrets")
+    key = secrets.create("ada", 0)
+    assert find_login("local", None, secrets.credentials("node")).user == "node"
+    file = tmp_path / "ada.key"
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, str(file))
+    file.write_text(f"{key}\n")
+    assert find_login("local", None).options["password"] == key
+    for text in ("", "node", "nobody SUAM", "node SUAM more"):
+        file.write_text(text)
+        with pytest.raises(AuthError):
+            find_login("local", None)
+    file.unlink()
+    with pytest.raises(BrokerError, match=r"ada\.key cannot be read: .*No such file"):
+        find_login("local", None)
 
 
 async def test_an_unreachable_server_is_named_within_the_deadline() -> None:

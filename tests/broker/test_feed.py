@@ -20,6 +20,7 @@ from tinkermq.broker.feed import (
     read_events,
     read_metrics,
     stored_lines,
+    whole_means,
 )
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
@@ -221,3 +222,13 @@ def test_a_validation_that_was_cut_off_is_the_best_only_if_the_rest_would_not_ch
     assert best_of(scores, scores) == 1
     assert best_of(scores, [2, 4]) == 4
     assert best_of({1: scores[1], 3: scores[3]}, [1, 3]) == 3
+
+
+def test_missing_episodes_stand_beside_their_mean_and_count_as_the_worst_of_all() -> None:
+    scores = {
+        "whole": _validation(0.5, 0.5),
+        "cut": _validation(1.0, None),
+        "low": _validation(0.0),
+    }
+    assert [score.text for score in scores.values()] == ["0.500", "1.000 (1 of 2 failed)", "0.000"]
+    assert whole_means(scores) == {"whole": 0.5, "cut": 0.5, "low": 0.0}

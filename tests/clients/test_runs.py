@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.feed import publish_event, publish_metric
+from tinkermq.broker.feed import ValidationScore, publish_event, publish_metric, run_row
 from tinkermq.broker.jetstream.streams import delete_job_streams
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
@@ -32,6 +32,8 @@ from tinkermq.clients import (
 )
 from tinkermq.clients.base import JobAddress, listed
 from tinkermq.clients.cli.live import LineDisplay, render, step_line
+from tinkermq.clients.cli.runs import _cells
+from tinkermq.clients.cli.sweep import _ranked
 from tinkermq.clients.follow import (
     QUIET_S,
     RunProgress,
@@ -238,6 +240,27 @@ def test_a_validation_alone_is_no_step(progress: RunProgress) -> None:
     assert progress.add_metric(metric(1))
     assert progress.last_validation() == (0, 0.25)
     assert progress.step == 1
+
+
+def test_failed_episodes_stand_beside_the_validation(progress: RunProgress) -> None:
+    values = {"val/mean_score": 1.0, "val/num_episodes": 7.0, "val/failed_episodes": 3.0}
+    progress.add_metric(Metric(step=0, values=values, time=0))
+    progress.add_metric(metric(1))
+    assert "validation 1.000 (3 of 10 failed)" in step_line(progress)
+    row = {**run_row(progress.record, values), "run": "a", "total_steps": None}
+    assert "1.000 (3 failed)" in _cells({**row, "tokens_per_s": None})
+
+
+def test_a_sweep_ranks_failed_episodes_as_the_worst() -> None:
+    def row(run: str, *numbers: float) -> dict[str, Any]:
+        mean, worst, num, failed = numbers
+        score = ValidationScore(mean, worst, num, failed)
+        return {"run": run, "val/mean_score": mean, "failed_episodes": failed, "score": score}
+
+    rows = [row("a", 1.0, 1.0, 2, 8), row("b", 0.9, 0.0, 10, 0), row("c", 0.1, 0.0, 10, 0)]
+    assert [item["run"] for item in _ranked(rows, "val/mean_score")] == ["b", "a", "c"]
+    rows = [{**item, "other": number} for number, item in enumerate(rows)]
+    assert [item["run"] for item in _ranked(rows, "other")] == ["c", "b", "a"]
 
 
 def test_numbers_that_could_not_be_computed_are_left_out(progress: RunProgress) -> None:

@@ -115,6 +115,24 @@ def test_a_service_is_given_variables_that_are_read_and_files_that_are_mounted(n
         source = volume.split(":")[0]
         assert source.startswith("./") or source in COMPOSE["volumes"]
     assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"]
+    assert service["security_opt"][0] == "no-new-privileges:true"
+    assert {"mem_limit", "pids_limit"} <= service.keys()
+    assert "privileged" not in service
+    loosened = service["security_opt"][1:]
+    assert not loosened or name == "node"
+    page = (REPOSITORY / "docs" / "deploying.md").read_text()
+    assert [one for one in loosened if f"`{one}`" not in page] == []
+
+
+def test_auth_gets_its_own_secrets_everywhere() -> None:
+    """The unit's test shows that it needs no others."""
+    unit = (REPOSITORY / "deploy" / "systemd" / "tinkermq-auth.service").read_text()
+    own = set(re.findall(r"^LoadCredential=([^:]+):", unit, re.M))
+    assert set(COMPOSE["services"]["auth"]["secrets"]) == own | {"ca.crt"}
+    page = (REPOSITORY / "docs" / "clusters.md").read_text()
+    (copied,) = re.findall(r"for name in (auth\.creds .*); do", page)
+    assert set(copied.split()) == own
 
 
 def _read_by_us() -> set[str]:
@@ -126,8 +144,8 @@ def _read_by_us() -> set[str]:
 
 def test_the_secrets_are_those_that_init_writes_and_stay_out_of_the_image() -> None:
     for name, secret in COMPOSE["secrets"].items():
-        if name.endswith(".creds"):
-            assert name.removesuffix(".creds") in SERVICES
+        if name != "ca.crt":
+            assert not name.endswith(".creds") or name.removesuffix(".creds") in SERVICES
             assert secret["file"] == f"./pool/secrets/{name}"
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {"deploy/container/pool", "deploy/container/tls"} <= set(ignored)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.nats_server import NatsServer
 
 from tests.support.configs import REPOSITORY
@@ -24,15 +25,18 @@ def root(tmp_path: Path) -> Path:
     (root / "etc/tinkermq").mkdir()
     shutil.copy(DEPLOY / "etc/tinkermq.env", root / "etc/tinkermq")
     (root / "etc/tinkermq/tinkermq.env").chmod(0o640)
+    PoolSecrets(root / "etc/tinkermq/secrets").create("root", 0)
     config = (DEPLOY / "nats/single.conf").read_text()
     config = config.replace("/var/lib/tinkermq-nats", str(root / "var/lib/tinkermq-nats"))
     (root / "etc/tinkermq/nats.conf").write_text(config)
     (root / "etc/tinkermq/nats.conf").chmod(0o640)
-    (root / "etc/passwd").write_text("tinkermq:x:990:990::/:\ntinkermq-nats:x:991:991::/:\n")
+    users = ("tinkermq-nats", "tinkermq-scheduler", "tinkermq-node")
+    (root / "etc/passwd").write_text("".join(f"{name}:x:990:990::/:\n" for name in users))
+    (root / "etc/group").write_text("".join(f"{name}:x:990:\n" for name in (*users, "tinkermq")))
     for program in ("python", "nats-server", "tinkermq"):
         make_program(root / "opt/tinkermq/bin" / program)
     make_program(root / "bin/kill")
-    (root / "var/lib").mkdir(parents=True)
+    (root / "var/lib/tinkermq").mkdir(parents=True)
     return root
 
 
@@ -120,12 +124,30 @@ def test_everything_that_is_wrong_is_said_with_its_remedy(root: Path) -> None:
     wrong = {name: str(one["detail"]) for name, one in found.items() if not one["ok"]}
     assert "/opt/tinkermq/bin/python is not executable" in wrong["tinkermq-scheduler"]
     assert "Unbalanced quoting" in wrong["tinkermq-node"]
-    assert "no user tinkermq, tinkermq-nats" in wrong["accounts"]
+    assert "no user or group tinkermq-nats, tinkermq-node" in wrong["accounts"]
     assert "TINKERMQ_NATS_URL is not set" in wrong["environment"]
     assert "everybody may read" in wrong["secrets"]
     assert "no_such_key" in wrong["nats.conf"]
     assert "tls server" in wrong
     assert all(found[name]["hint"] for name in wrong)
+
+
+def test_a_machine_with_the_node_s_secrets_alone_can_be_a_node(root: Path) -> None:
+    secrets = root / "etc/tinkermq/secrets"
+    for path in secrets.iterdir():
+        if path.name != "node.creds":
+            path.unlink()
+    _, found = findings(root)
+    assert found["credentials"]["ok"]
+    assert "tinkermq-auth (/etc/tinkermq/secrets/auth.creds)" in found["credentials"]["detail"]
+    (secrets / "node.creds").chmod(0o640)
+    _, found = findings(root)
+    assert "a group may read" in found["secrets"]["detail"]
+    assert "chmod go= " in found["secrets"]["hint"]
+    (secrets / "node.creds").unlink()
+    _, found = findings(root)
+    assert not found["credentials"]["ok"]
+    assert "tinkermq init" in found["credentials"]["hint"]
 
 
 def test_a_machine_without_anything_is_told_where_to_begin(tmp_path: Path) -> None:

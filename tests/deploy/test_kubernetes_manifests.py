@@ -1,6 +1,7 @@
 """The manifests: Kubernetes' schemas hold them, and what they name exists."""
 
 import importlib.util
+import ipaddress
 import re
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def test_the_schema_holds_the_pod_of_a_machine() -> None:
     made = machine()
     kubernetes_validate.validate(made, VERSION, strict=True)
     assert made["spec"]["terminationGracePeriodSeconds"] == 120
-    assert made["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert made["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
 
 
 def test_the_scheduler_may_do_what_it_does_and_no_more() -> None:
@@ -69,7 +70,67 @@ def test_the_scheduler_may_do_what_it_does_and_no_more() -> None:
     ]
 
 
-@pytest.mark.parametrize("spec", [*TEMPLATES.values(), machine()["spec"]], ids=[*TEMPLATES, "node"])
+PODS = pytest.mark.parametrize(
+    "spec", [*TEMPLATES.values(), machine()["spec"]], ids=[*TEMPLATES, "node"]
+)
+
+
+@PODS
+def test_a_pod_has_the_level_restricted_and_nothing_to_spare(spec: dict[str, Any]) -> None:
+    """The rules of Kubernetes' Pod Security Standards, and bounds that they do not ask for."""
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
+    kinds = {kind for one in spec["volumes"] for kind in one if kind != "name"}
+    assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+    (container,) = spec["containers"]
+    context = container["securityContext"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["readOnlyRootFilesystem"]
+    assert not {"privileged", "procMount", "seccompProfile"} & context.keys()
+    assert "memory" in container["resources"]["limits"]
+    assert [one["name"] for one in container["env"] if "KEY" in one["name"]] == []
+
+
+def test_the_namespace_admits_no_other_pods() -> None:
+    (namespace,) = (one for one in RESOURCES if one["kind"] == "Namespace")
+    assert namespace["metadata"]["name"] == OVERLAY["namespace"]
+    labels = namespace["metadata"]["labels"]
+    assert labels == {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+def test_a_pod_reaches_only_what_a_policy_names() -> None:
+    policies = {
+        one["metadata"]["name"]: one["spec"] for one in RESOURCES if one["kind"] == "NetworkPolicy"
+    }
+    denied = policies.pop("nothing-else")
+    assert denied == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in RESOURCES
+        if "template" in one.get("spec", {})
+    ]
+    known = {one["app.kubernetes.io/name"] for one in (*labels, machine()["metadata"]["labels"])}
+    admitted = {
+        policy["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/name", ""): policy
+        for policy in policies.values()
+    }
+    assert admitted.keys() - {""} <= known
+    open_to = {name for name, policy in admitted.items() if "ingress" in policy}
+    assert open_to == {"tinkermq-nats", "tinkermq-gateway", "tinkermq-machine"}
+    # beyond names and the broker
+    reaching = {name for name, policy in admitted.items() if name and "egress" in policy}
+    assert reaching == {"tinkermq-scheduler", "tinkermq-machine"}
+    outside = admitted["tinkermq-machine"]["egress"][1]["to"][0]["ipBlock"]["except"]
+    networks = [ipaddress.ip_network(one) for one in outside]
+    for address in ("169.254.169.254", "10.96.0.1", "172.17.0.1", "192.168.1.1", "127.0.0.1"):
+        assert any(ipaddress.ip_address(address) in one for one in networks)
+
+
+@PODS
 def test_a_pod_mounts_what_there_is(spec: dict[str, Any]) -> None:
     volumes = {one["name"]: one for one in spec["volumes"]}
     claimed = {one["metadata"]["name"] for one in RESOURCES}
@@ -115,4 +176,4 @@ def test_kustomize_builds_them() -> None:
     assert len(found) == len(RESOURCES) + len(OVERLAY["configMapGenerator"])
     for one in found:
         kubernetes_validate.validate(one, VERSION, strict=True)
-        assert one["metadata"]["namespace"] == "tinkermq"
+        assert "tinkermq" in (one["metadata"].get("namespace"), one["metadata"]["name"])

@@ -281,7 +281,7 @@ async def test_a_judge_of_the_pool_is_asked_through_the_broker_and_again_while_i
         heard.append(request)
         if len(heard) == 1:
             raise BusyError("all slots are taken", hint="ask later")
-        text = "Score: 4" if request.messages[0].content == ["go of 8"] else "I cannot say"
+        text = "Score: 4" if request.messages[0].content == ("go of 8",) else "I cannot say"
         return InferPart(deltas=[Delta(choice=0, text=text)])
 
     reward = {"source": "judge", "judge": "grader", "judge_prompt": "$answer of $scale"}

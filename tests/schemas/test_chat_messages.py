@@ -25,7 +25,7 @@ from tinkermq.schemas.chat_messages import (
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.model_apis.chat import CHAT as CHAT_API
 from tinkermq.schemas.model_apis.chat import read_chat
-from tinkermq.schemas.model_apis.request import RequestError, history_of
+from tinkermq.schemas.model_apis.request import RequestError
 from tinkermq.schemas.wire.errors import DataError
 
 ASKED = {"role": "user", "content": "write it"}
@@ -87,7 +87,7 @@ def of_body(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     body = json.dumps({"model": "m", "messages": chat}).encode()
     _, query = read_query(body, CHAT_API)
     assert isinstance(query, ChatRequest)
-    return [message.for_template() for message in history_of(query)]
+    return [message.for_template() for message in query.messages]
 
 
 def of_program(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:

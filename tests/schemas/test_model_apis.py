@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from tinkermq.schemas.model_apis.answers import AnswerHead, FinishReason, ModelApi, Usage
 from tinkermq.schemas.model_apis.canonical import (
     CanonicalCall,
-    CanonicalMessage,
+    ModelMessage,
     Piece,
     ReasoningPiece,
     ReplyReader,
@@ -45,7 +45,7 @@ HEAD = AnswerHead("r1", 1, "policy")
 USAGE = Usage(prompt=11, generated=7, reused=3)
 
 
-def pieces_of(text: str, seed: int = 0) -> tuple[list[Piece], CanonicalMessage]:
+def pieces_of(text: str, seed: int = 0) -> tuple[list[Piece], ModelMessage]:
     """Read an answer in pieces of random lengths."""
     random, reader = Random(seed), ReplyReader("c00000", calls=True)
     pieces: list[Piece] = []
@@ -185,7 +185,7 @@ def test_what_a_library_reads_and_sends_back_is_what_was_answered(
     answers.append(answer)
     _, history = ask(url, stream)
     assert seen[0].stream == stream
-    assert seen[0].messages == (CanonicalMessage("user", ("go",)),)
+    assert seen[0].messages == (ModelMessage(role="user", content=("go",)),)
     assert [tool["function"]["name"] for tool in seen[0].tools] == ["search"]
     echoed = api.read({"model": "m", key: history}).messages
     assert echoed[0] == seen[0].messages[0]

@@ -34,8 +34,9 @@ from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.generation import Decoding, ModelMessage
+from tinkermq.schemas.generation import Decoding
 from tinkermq.schemas.infer import ChatRequest, InferPart
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     JobFailedError,
@@ -67,7 +68,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[InferPart]:
     """Chat with a job; return all parts of the answer."""
     request = ChatRequest(
-        request=name, messages=[ModelMessage(role="user", content=["hello"])], **fields
+        request=name, messages=[ModelMessage(role="user", content=("hello",))], **fields
     )
     parts = ask_parts(
         stack.broker, scope.infer("chat"), request, InferPart, waiting_for="the server"

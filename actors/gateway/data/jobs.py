@@ -418,9 +418,15 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
     except TinkermqError:
         scores = {}  # the bucket does not exist, or this user may not read it
     best = best_of(scores, [item["step"] for item in reply])
-    means = {step: score.mean for step, score in scores.items()}
     return [
-        {**item, "score": means.get(item["step"]), "best": item["step"] == best} for item in reply
+        {
+            **item,
+            "score": score and score.mean,
+            "failed_episodes": score and score.num_missing,
+            "best": item["step"] == best,
+        }
+        for item in reply
+        for score in [scores.get(item["step"])]
     ]
 
 

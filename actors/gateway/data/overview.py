@@ -16,7 +16,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
 from ....broker.client.fair_queue import end_tasks
-from ....broker.feed import parse_feed_message
+from ....broker.feed import VALIDATION, ValidationScore, parse_feed_message
 from ....broker.jetstream.direct_get import StoredMessage, StreamReader
 from ....broker.jetstream.kv import Entry
 from ....broker.jetstream.streams import stream_info
@@ -108,15 +108,20 @@ def _figures(values: dict[str, float]) -> list[dict[str, Any]]:
     """Return the figures beside the step bar."""
     shown = (
         ("reward", "training_step_reward", "{:.3f}"),
-        ("validation", "val/mean_score", "{:.3f}"),
+        ("validation", VALIDATION, "{:.3f}"),
         ("tokens/s", "perf/throughput", "{:,.0f}"),
         ("s/step", "perf/time_per_step", "{:.2f}"),
         ("lag", "staleness/lag_mean", "{:.2f}"),
         ("length", "response_length/mean", "{:,.0f}"),
         ("entropy", "actor/entropy", "{:.3f}"),
     )
+    score = ValidationScore.of(values)
     return [
-        {"label": label, "name": name, "text": shape.format(values[name])}
+        {
+            "label": label,
+            "name": name,
+            "text": score.text if score and name == VALIDATION else shape.format(values[name]),
+        }
         for label, name, shape in shown
         if name in values and values[name] == values[name]
     ]

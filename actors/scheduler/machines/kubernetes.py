@@ -107,6 +107,10 @@ def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
         "env": [{"name": key, "value": value} for key, value in variables.items()],
         "resources": {"limits": size} if config.gpus else {"requests": size},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108  the pod's own
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
     }
     made = {
         "apiVersion": "v1",
@@ -117,6 +121,10 @@ def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
             "terminationGracePeriodSeconds": config.drain_s,
             "automountServiceAccountToken": False,
             "shareProcessNamespace": True,  # its first process reaps orphans
+            "securityContext": {
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
             "containers": [container],
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
         },

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ....broker.client.connection import Broker
-from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
+from ....broker.client.login import CREDENTIALS_VARIABLE, without_secrets
 from ....schemas.machines import MachinesConfig
 from ....schemas.wire import errors
 from ....schemas.wire.foreign import blaming_awaited, words_of
@@ -198,8 +198,7 @@ def _time(text: str) -> float | None:
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that jobs inherit: no secrets, no variables of another job."""
-    secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
-    public = {name: value for name, value in variables.items() if name not in secret}
+    public = without_secrets(variables)
     ours = {
         name for name in public if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
     }

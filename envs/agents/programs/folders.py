@@ -16,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -224,8 +225,10 @@ def check_shown(key: str, value: str) -> Path:
 def _sweep(folder: Path) -> None:
     """Remove the folders of this user's killed hosts."""
     for left in folder.glob(f"{_PREFIX}*"):
-        if is_own_folder(left) and not _is_locked(left):
-            remove_tree(left)
+        if is_own_folder(left):
+            with unused(left / _LOCK) as is_unused:
+                if is_unused:
+                    remove_tree(left)
 
 
 def is_own_folder(path: Path) -> bool:
@@ -237,20 +240,22 @@ def is_own_folder(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
-def _is_locked(folder: Path) -> bool:
-    """Return whether the host of a folder runs; a new folder has no lock yet."""
+@contextlib.contextmanager
+def unused(file: Path) -> Iterator[bool]:
+    """Lock a host's file, and yield whether no other host has locked it; False if there is none."""
     try:
-        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return True
+        yield False
+        return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True
+        yield False
     else:
-        return False
+        yield True
     finally:
-        os.close(file)
+        os.close(lock)
 
 
 def place_folder(root: Path, path: str) -> None:

@@ -244,26 +244,9 @@ def _sweep(mine: Path) -> None:
     """Remove images that no host of this user uses any more."""
     for left in mine.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
         if left != mine and folders.is_own_folder(left):
-            with _unused(left) as is_unused:
+            with folders.unused(left / "lock") as is_unused:
                 if is_unused:
                     _remove(left)
-
-
-@contextlib.contextmanager
-def _unused(folder: Path) -> Iterator[bool]:
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(lock)
 
 
 def _remove(folder: Path) -> None:

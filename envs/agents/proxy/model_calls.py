@@ -2,8 +2,7 @@
 
 import asyncio
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from ....schemas.agent import CallPart, CallRequest
 from ....schemas.http_server import ClientWatch, Receive, Scope, Send
-from ....schemas.model_apis.answers import AnswerHead, ModelApi
+from ....schemas.model_apis.answers import ModelApi
 from ....schemas.model_apis.messages import MESSAGES
 from ....schemas.model_apis.reading import AnswerReader
 from ....schemas.model_apis.request import (
@@ -22,12 +21,12 @@ from ....schemas.model_apis.request import (
     RequestError,
     bounds_error,
     call_request,
+    json_of,
 )
 from ....schemas.model_apis.responses import RESPONSES, input_items
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import MessageError, NotFoundError
+from ....schemas.wire.errors import NotFoundError
 from ..episode import EpisodeOver
-from .calls import CallAsker, GatheredAnswer, KeptAnswer, OpenEpisode, RunningCall
+from .calls import CallAsker, KeptAnswer, OpenEpisode, RunningCall
 from .exchange import BodyRoom, EventStream, JsonAnswer, read_body, worded
 
 T = TypeVar("T")
@@ -40,92 +39,6 @@ _LARGE = 64 << 10
 _MOST_NAMES, _NAME_CHARS = 256, 100
 _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
 """Memory of an answer, and of each of its tokens."""
-
-
-class AnswerReading:
-    """Reads an answer for one request of a program."""
-
-    def __init__(self, api: ModelApi, model_request: ModelRequest, request: str) -> None:
-        """Read the answer to call `request` from its beginning."""
-        self.id = ""
-        """The answer's id, once its first part has arrived."""
-        self._api = api
-        self._messages = model_request.messages
-        self._model = model_request.model
-        self._tells_ids = model_request.return_token_ids
-        self._request = request
-        self._created = int(time.time())
-        # a stream has the tokens in its last event
-        in_answer = model_request.return_token_ids and not model_request.stream
-        self._reader = AnswerReader(api, replace(model_request, return_token_ids=in_answer))
-        self._places: list[tuple[int, int]] = []
-        self._extra: dict[str, Any] = {}
-
-    def news(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Yield events for the new part of the answer, and the last ones when it is whole."""
-        if gathered.head is None:
-            return
-        yield from self._read(gathered)
-        if gathered.is_whole:
-            yield from self._reader.end(self._extra)
-
-    def whole(self, gathered: GatheredAnswer) -> dict[str, Any]:
-        """Return a whole answer as one object."""
-        for _ in self._read(gathered):
-            pass
-        return self._reader.whole() | self._extra
-
-    def kept(self, gathered: GatheredAnswer) -> KeptAnswer:
-        """Return the answer, read to its end, for further requests."""
-        num_chars = sum(len(choice.text) for choice in gathered.choices)
-        num_tokens = gathered.num_generated
-        if gathered.head is not None:
-            num_tokens += sum(map(len, gathered.head.prompt_token_ids))
-        num_bytes = _EMPTY_BYTES + 4 * num_chars + _TOKEN_BYTES * num_tokens
-        reader, extra = self._reader, self._extra  # without the messages of the request
-        return KeptAnswer(lambda: reader.whole() | extra, num_bytes)
-
-    def kept_input(self) -> KeptAnswer:
-        """Return its input messages for further requests."""
-        name, messages = self.id, self._messages
-        num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
-        return KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
-
-    def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a failed stream."""
-        return self._reader.fail(AnswerHead(self._request, self._created, self._model), error)
-
-    def _read(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Read the new part."""
-        head = gathered.head
-        assert head is not None
-        if not self._reader.has_begun:
-            names = head.names or [f"call_{self._request}"] * len(gathered.choices)
-            self.id = self._api.id_of(head.names[0] if head.names else self._request)
-            self._places = [(0, 0)] * len(gathered.choices)
-            top = AnswerHead(self.id, self._created, self._model or "policy")
-            yield from self._reader.begin(top, head, names, head.num_reused)
-        yield from self._reader.push(CallPart(deltas=gathered.read_on(self._places)))
-        if gathered.is_whole and self._tells_ids:
-            self._extra = _token_fields(gathered)
-
-
-def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
-    """Return the additional field of an answer whose tokens were requested."""
-    head = gathered.head
-    assert head is not None
-    answers = [
-        {
-            "call": gathered.calls[number] if number < len(gathered.calls) else None,
-            "token_ids": choice.token_ids,
-            "logprobs": choice.logprobs,
-            "versions": choice.versions,
-        }
-        for number, choice in enumerate(gathered.choices)
-    ]
-    prompt_ids = [token for ids in head.prompt_token_ids for token in ids]
-    fields = {"parent": head.parent, "reused": head.num_reused, "prompt_token_ids": prompt_ids}
-    return {"tinkermq": {**fields, "answers": answers}}
 
 
 class ModelCalls:
@@ -154,11 +67,7 @@ class ModelCalls:
             outgoing = await aside(_request, opened, model_request, api, is_marked)
             call = RunningCall(self._asker, opened, outgoing, len(raw))
             opened.calls.add(digest, call)
-        reading = AnswerReading(api, model_request, call.request.request)
-        keepalive_s = self._asker.times.keepalive_s
-        return _CallAnswer(
-            opened, api, call, digest, reading, keepalive_s, stream=model_request.stream
-        )
+        return _CallAnswer(opened, api, model_request, call, digest, self._asker.times.keepalive_s)
 
     async def count(self, request: Request, opened: OpenEpisode) -> Response:
         """Answer with the number of tokens of a prompt of Messages."""
@@ -188,19 +97,20 @@ class _CallAnswer(Response):
         self,
         opened: OpenEpisode,
         api: ModelApi,
+        model_request: ModelRequest,
         call: RunningCall,
         digest: bytes,
-        reading: AnswerReading,
         keepalive_s: float,
-        *,
-        stream: bool,
     ) -> None:
         super().__init__()
         self._opened, self._api = opened, api
         self._call, self._digest = call, digest
-        self._reading = reading
+        self._request = model_request
+        self._reader = AnswerReader(api, model_request, call.request.request, is_call=True)
+        self._places = [(0, 0)] * len(call.answer.choices)
+        """Tokens and characters of each choice that were read."""
+        self._has_begun = False
         self._keepalive_s = keepalive_s
-        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, and report to the generator whether the program received it."""
@@ -208,11 +118,12 @@ class _CallAnswer(Response):
         try:
             with call.listening() as woken, ClientWatch(scope, woken.set) as client:
                 try:
-                    if self._stream:
+                    if self._request.stream:
                         await self._send_events(EventStream(send), client, woken)
                     else:
                         await _until_over(client, call, woken)
-                        answer = JsonAnswer(self._reading.whole(call.answer), 200, _headers(call))
+                        self._read()
+                        answer = JsonAnswer(self._reader.whole(), 200, _headers(call))
                         await answer(scope, receive, send)
                     arrived = (
                         not client.is_gone
@@ -221,15 +132,14 @@ class _CallAnswer(Response):
                     if call.answer.is_whole:
                         await call.delivered(whole=arrived)
             if self._api is RESPONSES and call.error is None:
-                self._opened.answers.add(self._reading.id, self._reading.kept(call.answer))
-                self._opened.inputs.add(self._reading.id, self._reading.kept_input())
+                self._keep()
         finally:
             self._opened.calls.leave(self._digest, call)
 
     async def _send_events(
         self, stream: EventStream, client: ClientWatch, woken: asyncio.Event
     ) -> None:
-        call, reading = self._call, self._reading
+        call = self._call
         while True:
             woken.clear()
             if client.is_gone:
@@ -237,15 +147,41 @@ class _CallAnswer(Response):
             if call.error is not None and not stream.is_started:
                 raise call.error
             is_over = call.is_over
-            text = "".join(reading.news(call.answer))
+            text = self._read()
+            if call.answer.is_whole:
+                text += "".join(self._reader.end())
             if call.error is not None:
-                text += reading.fail(worded(call.error, self._api))
+                text += self._reader.fail(worded(call.error, self._api))
             if text:
                 await self._write(stream, text)
             if is_over:
                 return await stream.end()
             if not await _is_woken(woken, self._keepalive_s):
                 await self._write(stream, self._api.waiting)
+
+    def _read(self) -> str:
+        """Read the new part of the answer; return its events."""
+        answer = self._call.answer
+        if answer.head is None:
+            return ""
+        fields: dict[str, Any] = {"deltas": answer.read_on(self._places), "calls": answer.calls}
+        if self._has_begun:
+            return "".join(self._reader.push(CallPart(**fields)))
+        self._has_begun = True
+        return "".join(self._reader.push(answer.head.model_copy(update=fields)))
+
+    def _keep(self) -> None:
+        """Keep the answer and its input messages for further requests."""
+        answer, name, messages = self._call.answer, self._reader.id, self._request.messages
+        num_chars = sum(len(choice.text) for choice in answer.choices)
+        num_tokens = answer.num_generated
+        if answer.head is not None:
+            num_tokens += sum(map(len, answer.head.prompt_token_ids))
+        num_bytes = _EMPTY_BYTES + 4 * num_chars + _TOKEN_BYTES * num_tokens
+        self._opened.answers.add(name, KeptAnswer(self._reader.whole, num_bytes))
+        num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
+        inputs = KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
+        self._opened.inputs.add(name, inputs)
 
     async def _write(self, stream: EventStream, text: str) -> None:
         if not stream.is_started:
@@ -264,11 +200,7 @@ async def _run_inline(work: Callable[..., T], *arguments: Any) -> T:
 
 def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
     """Parse a body; return it with its digest."""
-    try:
-        value: Any = read_json(raw)
-    except MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    model_request = api.read(value)
+    model_request = api.read(json_of(raw))
     # sampling options are set by the job, not by the program
     echo = {**model_request.echo, "temperature": None, "top_p": None} if model_request.echo else {}
     return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()

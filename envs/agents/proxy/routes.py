@@ -18,9 +18,8 @@ from ....schemas.http_server import Application, Message, Receive, Scope, Send
 from ....schemas.model_apis.answers import ModelApi
 from ....schemas.model_apis.chat import CHAT
 from ....schemas.model_apis.messages import MESSAGES
-from ....schemas.model_apis.request import Fields, RequestError
+from ....schemas.model_apis.request import Fields, RequestError, json_of
 from ....schemas.model_apis.responses import RESPONSES
-from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import BusyError, InternalError, MessageError, TinkermqError
 from ....schemas.wire.foreign import plain_value
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
@@ -164,10 +163,7 @@ def _is_known(opened: OpenEpisode, what: bytes) -> bool:
 
 
 def _fields(raw: bytes) -> Fields:
-    try:
-        return Fields(read_json(raw) if raw.strip() else {})
-    except MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    return Fields(json_of(raw) if raw.strip() else {})
 
 
 def _reward(fields: Fields, key: str) -> float:

@@ -16,7 +16,6 @@ from openai.types.responses import Response
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.schemas.infer import ChatRequest
-from tinkermq.schemas.model_apis.request import history_of
 from tinkermq.schemas.wire.errors import BusyError, ConfigError
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -335,7 +334,7 @@ async def test_a_response_has_reasoning_text_call_and_counts(
     assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 5)
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
+    assert [told.content for told in asked.messages] == [("be brief",), ("2+2?",)]
     assert (asked.decoding.temperature, asked.decoding.max_tokens) == (0.5, 7)
     assert asked.stream == stream
 
@@ -353,7 +352,7 @@ async def test_a_message_has_thinking_text_call_and_counts(
     assert made.usage.output_tokens == 5
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
+    assert [told.content for told in asked.messages] == [("be brief",), ("2+2?",)]
     assert asked.decoding.stop == ["!"]
 
 
@@ -427,7 +426,7 @@ async def test_results_of_tools_and_images_reach_the_server(
     await message(messages, messages=history)
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    _, _, called, answered, shown = (one.for_template() for one in history_of(asked))
+    _, _, called, answered, shown = (one.for_template() for one in asked.messages)
     function = {"name": "add", "arguments": {"a": 1}}
     assert called["tool_calls"] == [{"type": "function", "id": "c1", "function": function}]
     assert (answered["role"], answered["content"]) == ("tool", "3")

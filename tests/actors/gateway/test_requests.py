@@ -22,7 +22,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
 from tinkermq.schemas.infer import ChatRequest, CompletionRequest, InferPart
 from tinkermq.schemas.model_apis.chat import CHAT
-from tinkermq.schemas.model_apis.request import RequestError, history_of
+from tinkermq.schemas.model_apis.request import RequestError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.canned import canned_server
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.full
 
 def shown(query: ChatRequest) -> list[dict[str, Any]]:
     """Return the messages as a template gets them."""
-    return [message.for_template() for message in history_of(query)]
+    return [message.for_template() for message in query.messages]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]"])

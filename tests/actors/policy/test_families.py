@@ -25,7 +25,6 @@ from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.model_apis.canonical import parse_reply
 from tinkermq.schemas.model_apis.chat import CHAT, read_chat
-from tinkermq.schemas.model_apis.request import history_of
 from tinkermq.schemas.wire.errors import ModelError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -312,7 +311,7 @@ def of_requests(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Mes
     body = {"model": "m", "messages": chat, "tools": tools}
     _, query = read_query(json.dumps(body).encode(), CHAT)
     assert isinstance(query, ChatRequest)
-    return [message.for_template() for message in history_of(query)], query.tools
+    return [message.for_template() for message in query.messages], query.tools
 
 
 def of_programs(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Message], Any]:

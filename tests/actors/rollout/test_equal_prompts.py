@@ -15,7 +15,7 @@ from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.model_apis.answers import ModelApi
 from tinkermq.schemas.model_apis.chat import CHAT
 from tinkermq.schemas.model_apis.messages import MESSAGES
-from tinkermq.schemas.model_apis.request import call_request, history_of
+from tinkermq.schemas.model_apis.request import call_request
 from tinkermq.schemas.model_apis.responses import RESPONSES
 from tinkermq.schemas.wire.errors import ModelError
 
@@ -111,7 +111,7 @@ def first_system_only() -> ChatTokenizer:
 
 def prompt_of_episode(chat: ChatTokenizer, api: ModelApi, body: Body) -> list[int]:
     request = call_request(api.read({"model": "m", **body}), "r")
-    prompt = ExactCalls(chat).prepare(history_of(request), request.tools)
+    prompt = ExactCalls(chat).prepare(request.messages, request.tools)
     return prompt.prompt_ids.tolist()
 
 

@@ -8,7 +8,7 @@ from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.rollout.template_facts import as_read
 from tinkermq.broker.client.connection import Broker
-from tinkermq.schemas.model_apis.canonical import CanonicalMessage, parse_reply
+from tinkermq.schemas.model_apis.canonical import ModelMessage, parse_reply
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -69,10 +69,10 @@ async def test_a_game_is_given_the_mark_that_the_prompt_opened(
 
 def test_the_reader_of_a_program_knows_what_a_prompt_opened_before_a_prefill() -> None:
     exact = ExactCalls(chat_of("qwen3_5_think"))
-    asked = CanonicalMessage("user", ("hi",))
+    asked = ModelMessage(role="user", content=("hi",))
 
     def thinking(prefill: str) -> bool:
-        begun = CanonicalMessage("assistant", (prefill,))
+        begun = ModelMessage(role="assistant", content=(prefill,))
         return bool(exact.prepare([asked, begun], is_prefill=True).opened)
 
     assert exact.prepare([asked]).opened

@@ -13,7 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from peft import PeftModel
 from tinkermq.actors.engine.engine import Drawn, Engine, Generation, Sampling
-from tinkermq.actors.gateway.openai import ServedAnswer, read_query
+from tinkermq.actors.gateway.openai import read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
@@ -30,6 +30,7 @@ from tinkermq.schemas.infer import InferPart
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.model_apis.answers import ModelApi
 from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
+from tinkermq.schemas.model_apis.reading import AnswerReader
 from tinkermq.schemas.wire.errors import ConfigError, ModelError
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -98,7 +99,7 @@ class Asked:
         """Return the whole answer, or the events of a stream."""
         self.engine.ids = ids
         asked, query = read_query(json.dumps({"model": "m", **fields}).encode(), api)
-        answer = ServedAnswer(api, asked, query)
+        answer = AnswerReader(api, asked, query.request)
         events: list[str] = []
 
         async def tell(part: InferPart) -> None:

@@ -13,7 +13,8 @@ from tinkermq.actors.rollout.call_log import CallLog, TaskCalls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.agent import CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.generation import Decoding, ModelMessage
+from tinkermq.schemas.generation import Decoding
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 from tinkermq.schemas.profile import TimeUse
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
@@ -81,7 +82,7 @@ def request(*texts: str, **fields: Any) -> CallRequest:
     """Return a request whose messages take turns, a user's first."""
     roles = ("user", "assistant")
     messages = [
-        ModelMessage(role=roles[place % 2], content=[text])  # type: ignore[arg-type]
+        ModelMessage(role=roles[place % 2], content=(text,))  # type: ignore[arg-type]
         for place, text in enumerate(texts)
     ]
     decoding = {name: fields.pop(name) for name in Decoding.model_fields if name in fields}

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +23,7 @@ from tinkermq.actors.engine.engine import Generation
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.call_tree import ModelCall
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.schemas.model_apis.canonical import CanonicalCall, CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import CanonicalCall, ModelMessage
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -160,7 +160,7 @@ class Program:
         self.random = Random(seed)
         self.exact = ExactCalls(chat)
         self.engine = RecordingEngine(chat, Random(seed + 1))
-        self.threads: list[list[CanonicalMessage]] = []
+        self.threads: list[list[ModelMessage]] = []
         self._parallel = parallel
         self._all_tools = self._tools = TOOLS if tools else []
 
@@ -176,7 +176,7 @@ class Program:
             self.threads.append([*thread, call.reply])
         return call
 
-    def _next_thread(self) -> list[CanonicalMessage]:
+    def _next_thread(self) -> list[ModelMessage]:
         choice = self.random.random()
         if not self.threads or choice < 0.05:
             return [user(f"task {len(self.threads)}: " + self._words())]
@@ -185,16 +185,16 @@ class Program:
             return thread[:-1]  # the same request again
         if 0.76 <= choice < 0.82:
             place = self.random.randrange(len(thread))
-            thread[place] = replace(thread[place], content=("edited " + self._words(),))
+            thread[place] = thread[place].replaced(content=("edited " + self._words(),))
         if 0.82 <= choice < 0.86:
             return [user("so far: " + thread[-1].text + self._words())]
         if 0.86 <= choice < 0.9:
             self._tools = self._all_tools[: self.random.randrange(3)]
         return [*thread, *self._observed(thread[-1])]
 
-    def _observed(self, reply: CanonicalMessage) -> Iterator[CanonicalMessage]:
+    def _observed(self, reply: ModelMessage) -> Iterator[ModelMessage]:
         results = [
-            CanonicalMessage("tool", ("found " + self._words(),), call_id=call.id)
+            ModelMessage(role="tool", content=("found " + self._words(),), call_id=call.id)
             for call in reply.calls
         ]
         self.random.shuffle(results)
@@ -202,7 +202,7 @@ class Program:
         if not results or self.random.random() < 0.2:
             yield user(self._words())
 
-    def _as_sent(self, thread: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
+    def _as_sent(self, thread: Sequence[ModelMessage]) -> list[ModelMessage]:
         return [lossy(message, self.random) for message in thread]
 
     def _words(self) -> str:
@@ -221,17 +221,17 @@ class Program:
         return text
 
 
-def user(text: str) -> CanonicalMessage:
+def user(text: str) -> ModelMessage:
     """Return what a user says."""
-    return CanonicalMessage("user", (text,))
+    return ModelMessage(role="user", content=(text,))
 
 
-def lossy(message: CanonicalMessage, random: Random) -> CanonicalMessage:
+def lossy(message: ModelMessage, random: Random) -> ModelMessage:
     """Return a message as some program would send it back: changed, and the same."""
     if random.random() < 0.5:
-        message = replace(message, reasoning=None)
+        message = message.replaced(reasoning=None)
     calls = [_lossy_call(call, random) for call in message.calls]
-    return replace(message, calls=tuple(calls))
+    return message.replaced(calls=tuple(calls))
 
 
 def _lossy_call(call: CanonicalCall, random: Random) -> CanonicalCall:
@@ -244,4 +244,4 @@ def _lossy_call(call: CanonicalCall, random: Random) -> CanonicalCall:
         {"ensure_ascii": False},
     ]
     arguments = json.dumps(call.value, **random.choice(spellings))
-    return replace(call, arguments=arguments)
+    return call._replace(arguments=arguments)

@@ -20,7 +20,7 @@ from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents import call_selection
 from tinkermq.envs.agents.call_selection import Readers, call_lines, main_root, why_untrained
 from tinkermq.schemas.agent import CallPlaces
-from tinkermq.schemas.model_apis.canonical import CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 
 from tests.actors.rollout.calls.programs import TOOLS, chat_of, user
 from tests.actors.rollout.calls.test_exact_calls import CALL, ask
@@ -30,8 +30,8 @@ LETTERS = "abcdefghij "
 TASK = "mend the test that fails in module seven"
 
 
-def system(text: str) -> CanonicalMessage:
-    return CanonicalMessage("system", (text,))
+def system(text: str) -> ModelMessage:
+    return ModelMessage(role="system", content=(text,))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_program_that_begins_anew_with_each_call_is_trained_whole(
     exact: ExactCalls, prompt: str, keeps: bool
 ) -> None:
     """It answers in a word that stands in the prompt, and may keep its history or none."""
-    history: list[CanonicalMessage] = []
+    history: list[ModelMessage] = []
     for number in range(5):
         rules = "Say left or right." + (f" It is {number} o'clock." if prompt == "changing" else "")
         seen = user(f"You stand at {number}: left or right?")
@@ -267,7 +267,7 @@ def test_many_conversations_are_sorted_out_in_a_moment(chat: ChatTokenizer) -> N
     calls = exact.tree.calls
     for number in range(1, 40):
         given = (user(text), user(f"number {number}: {words(Random(number), 2000)}"))
-        reply = replace(base.reply, content=(words(Random(-number), 2000),))
+        reply = base.reply.replaced(content=(words(Random(-number), 2000),))
         calls.append(replace(base, number=number, given=given, reply=reply, num_seen=number))
     assert trained_calls(exact.tree, "alive") == set(calls)
     readers = Readers(calls)
@@ -493,7 +493,7 @@ def test_the_main_conversation_does_not_depend_on_how_calls_interleave(
 # Where calls stand among those of their episode, and what becomes of what was posted for them.
 
 
-Said = CanonicalMessage
+Said = ModelMessage
 
 
 def episode() -> ExactCalls:
@@ -503,7 +503,9 @@ def episode() -> ExactCalls:
     """
     exact = ExactCalls(chat_of("qwen2_5"))
     first = ask(exact, [user("go")], "I ask both of them")
-    ask(exact, [Said("system", ("Write a title.",)), user("go")], "A title of work", [])
+    ask(
+        exact, [Said(role="system", content=("Write a title.",)), user("go")], "A title of work", []
+    )
     one = ask(exact, [user("find the file")], "it is in the folder src/lib", [])
     asked = [user("read the file")]
     other = ask(exact, asked, "I have to look for it", [])

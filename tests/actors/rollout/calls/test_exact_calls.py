@@ -4,7 +4,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -14,7 +13,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout import call_tree
 from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.schemas.model_apis.canonical import CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 
 from tests.actors.rollout.calls.programs import (
     TEMPLATES,
@@ -85,7 +84,10 @@ def test_a_conversation_that_only_grows_is_one_row_the_engines_last_context(
 ) -> None:
     program = program_of(0)
     exact, engine = program.exact, program.engine
-    history: list[CanonicalMessage] = [CanonicalMessage("system", ("be brief",)), user("begin")]
+    history: list[ModelMessage] = [
+        ModelMessage(role="system", content=("be brief",)),
+        user("begin"),
+    ]
     last = np.empty(0, np.int32)
     for number in range(6):
         prepared = exact.prepare([lossy(message, program.random) for message in history])
@@ -100,7 +102,7 @@ def test_a_conversation_that_only_grows_is_one_row_the_engines_last_context(
 
 
 def ask(
-    exact: ExactCalls, history: Sequence[CanonicalMessage], text: str = "an answer", tools=TOOLS
+    exact: ExactCalls, history: Sequence[ModelMessage], text: str = "an answer", tools=TOOLS
 ) -> call_tree.ModelCall:
     """Make a call whose tokens depend on nothing but the prompt and the text."""
     prepared = exact.prepare(history, tools)
@@ -116,14 +118,13 @@ def ask(
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query":  "x", "n": 1}}\n</tool_call>'
 
 
-def spellings(message: CanonicalMessage) -> list[CanonicalMessage]:
+def spellings(message: ModelMessage) -> list[ModelMessage]:
     """Return a message in the ways in which programs were seen to send it back."""
     return [
-        replace(message, reasoning=None),
+        message.replaced(reasoning=None),
         *(
-            replace(
-                message,
-                calls=tuple(replace(call, arguments=write(call.value)) for call in message.calls),
+            message.replaced(
+                calls=tuple(call._replace(arguments=write(call.value)) for call in message.calls),
             )
             for write in (
                 json.dumps,
@@ -131,7 +132,7 @@ def spellings(message: CanonicalMessage) -> list[CanonicalMessage]:
                 lambda value: json.dumps(dict(reversed(value.items())), indent=1),
             )
         ),
-        replace(message, calls=tuple(replace(call, id="other") for call in message.calls)),
+        message.replaced(calls=tuple(call._replace(id="other") for call in message.calls)),
     ]
 
 
@@ -139,29 +140,29 @@ def test_an_echo_that_means_the_same_continues(chat: ChatTokenizer) -> None:
     exact = ExactCalls(chat)
     first = ask(exact, [user("go")], f"<think>so</think>I look.{CALL}")
     for reply in spellings(first.reply):
-        result = CanonicalMessage("tool", ("found",), call_id=reply.calls[0].id)
+        result = ModelMessage(role="tool", content=("found",), call_id=reply.calls[0].id)
         assert ask(exact, [user("go"), reply, result]).parent is first
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda reply: replace(reply, content=("I look!",)),
-        lambda reply: replace(reply, content=("I look. ",)),
-        lambda reply: replace(reply, calls=()),
-        lambda reply: replace(reply, calls=reply.calls * 2),
-        lambda reply: replace(reply, reasoning="another thought"),
-        lambda reply: replace(reply, calls=(replace(reply.calls[0], name="read"),)),
-        lambda reply: replace(
-            reply, calls=(replace(reply.calls[0], arguments='{"query": "x", "n": 1.0}'),)
+        lambda reply: reply.replaced(content=("I look!",)),
+        lambda reply: reply.replaced(content=("I look. ",)),
+        lambda reply: reply.replaced(calls=()),
+        lambda reply: reply.replaced(calls=reply.calls * 2),
+        lambda reply: reply.replaced(reasoning="another thought"),
+        lambda reply: reply.replaced(calls=(reply.calls[0]._replace(name="read"),)),
+        lambda reply: reply.replaced(
+            calls=(reply.calls[0]._replace(arguments='{"query": "x", "n": 1.0}'),)
         ),
-        lambda reply: replace(
-            reply, calls=(replace(reply.calls[0], arguments='{"query": "x", "n": true}'),)
+        lambda reply: reply.replaced(
+            calls=(reply.calls[0]._replace(arguments='{"query": "x", "n": true}'),)
         ),
     ],
 )
 def test_an_edit_continues_what_came_before_it_and_is_not_trained(
-    chat: ChatTokenizer, change: Callable[[CanonicalMessage], CanonicalMessage]
+    chat: ChatTokenizer, change: Callable[[ModelMessage], ModelMessage]
 ) -> None:
     exact = ExactCalls(chat)
     first = ask(exact, [user("go")], "first")
@@ -188,7 +189,7 @@ def test_equal_answers_are_told_apart_by_the_ids_that_are_echoed(chat: ChatToken
     exact = ExactCalls(chat)
     calls = [ask(exact, [user("go")], CALL) for _ in range(3)]
     for call in calls:
-        result = CanonicalMessage("tool", ("found",), call_id=call.reply.calls[0].id)
+        result = ModelMessage(role="tool", content=("found",), call_id=call.reply.calls[0].id)
         assert ask(exact, [user("go"), call.reply, result]).parent is call
 
 
@@ -196,7 +197,7 @@ def test_results_in_another_order_are_the_same_results(chat: ChatTokenizer) -> N
     exact = ExactCalls(chat)
     first = ask(exact, [user("go")], CALL + CALL.replace("x", "y"))
     results = [
-        CanonicalMessage("tool", (f"result {call.id}",), call_id=call.id)
+        ModelMessage(role="tool", content=(f"result {call.id}",), call_id=call.id)
         for call in first.reply.calls
     ]
     second = ask(exact, [user("go"), first.reply, *results])
@@ -223,7 +224,12 @@ def test_the_rows_are_the_same_however_calls_interleave(chat: ChatTokenizer) -> 
 
 def test_what_nobody_read_is_not_trained_and_what_was_read_is(chat: ChatTokenizer) -> None:
     exact = ExactCalls(chat)
-    ask(exact, [CanonicalMessage("system", ("Write a title.",)), user("go")], "A title of work", [])
+    ask(
+        exact,
+        [ModelMessage(role="system", content=("Write a title.",)), user("go")],
+        "A title of work",
+        [],
+    )
     found = ask(exact, [user("find the file")], "it is in the folder src/lib", [])
     first = ask(exact, [user("go")], "I look.")
     ask(exact, [user("go"), first.reply, user(f"The helper says: {found.reply.text}")])

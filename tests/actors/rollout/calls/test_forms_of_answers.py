@@ -21,8 +21,8 @@ from tinkermq.schemas.agent import (
     CallRequest,
 )
 from tinkermq.schemas.config.job import ModelConfig
-from tinkermq.schemas.generation import Delta, ModelMessage
-from tinkermq.schemas.model_apis.canonical import pictures_of
+from tinkermq.schemas.generation import Delta
+from tinkermq.schemas.model_apis.canonical import ModelMessage, pictures_of
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import ConfigError, DataError, ModelError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -286,7 +286,7 @@ def assert_seen(calls: CallAnswers, folder: Path) -> None:
     model, reader = load(folder), load_image_reader(str(folder))
     assert reader is not None
     for call in calls.tree.calls:
-        images = tuple(one.encoded for one in pictures_of(call.path_messages))
+        images = tuple(pictures_of(call.path_messages))
         drawn = call.generated.token_ids
         prompt = call.path_ids[: -len(drawn)]
         expected = seeing_logprobs(model, reader, prompt, drawn, images)
@@ -327,7 +327,7 @@ async def test_behind_an_images_token_that_the_policy_has_said_no_image_is_shown
     assert (text.parent, text.branch) == (0, "")
     assert (more.parent, more.branch) == (None, "template")
     last = calls.tree.calls[2]
-    images = [one.encoded for one in pictures_of(last.path_messages)]
+    images = list(pictures_of(last.path_messages))
     assert images == [SMALL, TALL]
     assert (last.given_ids == IMAGE_ID).sum() == 4 + 15
 

@@ -14,7 +14,7 @@ from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.rollout.template_facts import HistoryRenderer, call_format, facts_of, read_text
 from tinkermq.envs.agents.call_selection import main_root
-from tinkermq.schemas.model_apis.canonical import CanonicalCall, CanonicalMessage, parse_reply
+from tinkermq.schemas.model_apis.canonical import CanonicalCall, ModelMessage, parse_reply
 from tinkermq.schemas.model_apis.chat import read_chat
 from tinkermq.schemas.model_apis.messages import read_messages
 from tinkermq.schemas.model_apis.request import ModelRequest
@@ -39,9 +39,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
     },
 }
-ASKED = CanonicalMessage("user", ("What is it?",))
-CALLED = CanonicalMessage(
-    "assistant", ("I look.",), (CanonicalCall("search", '{"query": "x"}', "c00000000"),)
+ASKED = ModelMessage(role="user", content=("What is it?",))
+CALLED = ModelMessage(
+    role="assistant",
+    content=("I look.",),
+    calls=(CanonicalCall("search", '{"query": "x"}', "c00000000"),),
 )
 PARSED = ("qwen3_5_think", "gemma4", "lfm2_2_5", "nemotron_3_nano", "gptoss", "glm4moe")
 
@@ -66,8 +68,16 @@ def test_what_a_template_cannot_do_is_told(name: str, told: str) -> None:
 
 def test_a_system_message_in_the_middle_is_shown_as_the_template_takes_it() -> None:
     chat = chat_of("qwen3_5_think")
-    system = [CanonicalMessage("system", (text,)) for text in ("be brief", "be kind", "be quick")]
-    history = [*system[:2], ASKED, CanonicalMessage("assistant", ("So.",)), system[2], ASKED]
+    system = [
+        ModelMessage(role="system", content=(text,)) for text in ("be brief", "be kind", "be quick")
+    ]
+    history = [
+        *system[:2],
+        ASKED,
+        ModelMessage(role="assistant", content=("So.",)),
+        system[2],
+        ASKED,
+    ]
     shaped = facts_of(chat).shaped(history)
     assert [message.role for message in shaped] == ["system", "user", "assistant", "user", "user"]
     assert shaped[0].text == "be brief\n\nbe kind"
@@ -84,7 +94,7 @@ def test_a_system_message_that_a_template_leaves_out_is_shown_as_words_of_the_us
     )
     chat = ChatTokenizer(tokenizer)
     assert "system messages are shown as words of the user" in facts_of(chat).limitations()
-    history = [CanonicalMessage("system", ("be brief",)), ASKED]
+    history = [ModelMessage(role="system", content=("be brief",)), ASKED]
     prompt = chat.decode(ExactCalls(chat).prepare(history).prompt_ids)
     assert "<system-reminder>\nbe brief\n</system-reminder>" in prompt
 
@@ -207,16 +217,18 @@ REWRITES = ("qwen3", "qwen3_5_think", "glm4moe")
 """Templates that drop the reasoning of earlier turns once a user speaks."""
 
 
-def said(text: str, *names: str, reasoning: str | None = None) -> CanonicalMessage:
+def said(text: str, *names: str, reasoning: str | None = None) -> ModelMessage:
     calls = tuple(CanonicalCall("search", '{"query": "x"}', name) for name in names)
-    return CanonicalMessage("assistant", (text,) if text else (), calls, reasoning)
+    return ModelMessage(
+        role="assistant", content=(text,) if text else (), calls=calls, reasoning=reasoning
+    )
 
 
-def found(name: str) -> CanonicalMessage:
-    return CanonicalMessage("tool", (f"found {name}",), call_id=name)
+def found(name: str) -> ModelMessage:
+    return ModelMessage(role="tool", content=(f"found {name}",), call_id=name)
 
 
-def histories(*, tools: bool) -> list[list[CanonicalMessage]]:
+def histories(*, tools: bool) -> list[list[ModelMessage]]:
     plain = [user("go")], [user("first"), said("an answer"), user("second")]
     if not tools:
         return [*plain]
@@ -228,7 +240,7 @@ def histories(*, tools: bool) -> list[list[CanonicalMessage]]:
 def test_what_follows_a_turn_does_not_depend_on_what_came_before_it(name: str) -> None:
     renderer = HistoryRenderer(chat_of(name))
     tools = [] if name in NO_TOOLS else TOOLS
-    turns: list[tuple[CanonicalMessage, list[CanonicalMessage]]] = [
+    turns: list[tuple[ModelMessage, list[ModelMessage]]] = [
         (said("a reply"), [user("next")]),
         (said("a reply"), []),
         (said("a reply"), [user("a"), said("foreign"), user("b")]),
@@ -489,7 +501,7 @@ def test_a_program_is_told_calls_and_reasoning_whether_or_not_their_marks_are_sp
     assert facts.reads_calls
     exact = ExactCalls(marked)
     engine = RecordingEngine(marked, Random(1))
-    prepared = exact.prepare([CanonicalMessage("user", ("go",))], TOOLS)
+    prepared = exact.prepare([ModelMessage(role="user", content=("go",))], TOOLS)
     text = '<think>hm</think>I look.<tool_call>{"name": "search", "arguments": {}}</tool_call>'
     generated = engine.generate(prepared.prompt_ids.tolist(), text)
     reply = exact.finish(prepared, generated).reply
