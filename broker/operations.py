@@ -19,7 +19,7 @@ from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .jetstream.appending import Overtaken, append_as_owner, append_once
 from .jetstream.direct_get import StoredMessage, get_all, get_last
-from .jetstream.streams import stream_info
+from .jetstream.streams import purge, stream_info
 
 T = TypeVar("T")
 _APPEND_DEADLINE_S = 20.0
@@ -87,13 +87,13 @@ class OperationLog:
         """Remove a model's operations `since_seq` to `through_seq`, which a checkpoint covers."""
         for seq in range(since_seq, through_seq + 1):
             subject = self._scope.operation(user, model.session, model.number, seq)
-            await self._purge(self._scope.stream_operation, subject)
+            await purge(self._broker, self._scope.stream_operation, subject)
 
     async def forget(self, user: str, model: ModelName) -> None:
         """Remove all operations and results of a model."""
         names = (user, model.session, model.number, "*")
-        await self._purge(self._scope.stream_operation, self._scope.operation(*names))
-        await self._purge(self._scope.stream_result, self._scope.result(*names))
+        await purge(self._broker, self._scope.stream_operation, self._scope.operation(*names))
+        await purge(self._broker, self._scope.stream_result, self._scope.result(*names))
 
     async def claim(self) -> None:
         """Claim the right to write results; this fences off earlier trainers."""
@@ -177,11 +177,6 @@ class OperationLog:
         except MessageError as error:
             place = f"entry {message.seq} of the results, {message.subject}"
             raise MessageError(f"{place}, cannot be read: {error.message}") from error
-
-    async def _purge(self, stream: str, subject: str) -> None:
-        await self._retry(
-            lambda: self._broker.api(f"STREAM.PURGE.{stream}", {"filter": subject}), stream
-        )
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]], waiting_for: str) -> T:
         return await self._broker.retry(

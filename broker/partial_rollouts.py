@@ -23,6 +23,7 @@ from .client.connection import Broker
 from .client.faults import Refused
 from .client.nats_internals import EXPECTED_SEQ
 from .jetstream.direct_get import StoredMessage, get_all, get_last_behind
+from .jetstream.streams import purge
 
 APPEND_DEADLINE_S = 60.0
 _PAUSE_S = 0.02
@@ -151,12 +152,7 @@ class SegmentWriter:
 
 async def purge_segments(broker: Broker, scope: JobScope, task: int) -> None:
     """Remove all segments of a task; harmless when there are none."""
-    verb = f"STREAM.PURGE.{scope.stream_segment}"
-    await broker.retry(
-        lambda: broker.api(verb, {"filter": scope.segment(task)}),
-        deadline_s=APPEND_DEADLINE_S,
-        waiting_for=f"segments of task {task} to be removed",
-    )
+    await purge(broker, scope.stream_segment, scope.segment(task))
 
 
 def unbroken(segments: list[Segment]) -> list[Segment]:

@@ -175,13 +175,7 @@ class TaskQueue:
 
         Raises NotFoundError when the job is gone, DeadlineError.
         """
-        await self._broker.retry(
-            lambda: self._broker.api(
-                f"STREAM.PURGE.{self._stream}", {"filter": self._scope.task(number)}
-            ),
-            deadline_s=_API_DEADLINE_S,
-            waiting_for=f"task {number} of job {self._scope.job} to be removed",
-        )
+        await streams.purge(self._broker, self._stream, self._scope.task(number))
 
     async def pending_numbers(self) -> set[int]:
         """Return the numbers of all queued or held training tasks."""
@@ -331,12 +325,7 @@ class ValidationLog:
     async def remove(self, version: int) -> None:
         """Remove tasks and results of a version whose evaluation is known."""
         for subject in (self._scope.validation_task, self._scope.validation_result):
-            request = {"filter": subject(version, "*")}
-            await self._broker.retry(
-                lambda request=request: self._broker.api(f"STREAM.PURGE.{self._stream}", request),
-                deadline_s=_API_DEADLINE_S,
-                waiting_for=f"the validation tasks of version {version} to be removed",
-            )
+            await streams.purge(self._broker, self._stream, subject(version, "*"))
 
 
 async def publish_validation_tasks(queue: TaskQueue, tasks: Sequence[Task]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -483,19 +483,15 @@ OF_TINKER = "/tinker/oai/api/v1"
 _NO_MODEL = "model_not_found"
 
 
-class UserBrokers(Protocol):
-    """The connections of logged-in users."""
-
-    async def broker(self, request: Request) -> Broker:
-        """Return the NATS connection of a request's user."""
-        ...
+BrokerOf: TypeAlias = Callable[[Request], Awaitable[Broker]]
+"""Returns the NATS connection of a request's user."""
 
 
 def routes(
-    sessions: UserBrokers, trainers: Trainers, *, keepalive_s: float = _KEEPALIVE_S
+    broker_of: BrokerOf, trainers: Trainers, *, keepalive_s: float = _KEEPALIVE_S
 ) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    endpoints = ModelEndpoints(sessions, ServedModels(trainers), keepalive_s)
+    endpoints = ModelEndpoints(broker_of, ServedModels(trainers), keepalive_s)
     methods = (
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", COMPLETIONS),
@@ -517,21 +513,21 @@ def routes(
 class ModelEndpoints:
     """The endpoints."""
 
-    def __init__(self, sessions: UserBrokers, models: ServedModels, keepalive_s: float) -> None:
-        """Answer the users of `sessions` with `models`."""
-        self._sessions = sessions
+    def __init__(self, broker_of: BrokerOf, models: ServedModels, keepalive_s: float) -> None:
+        """Answer with `models`."""
+        self._broker_of = broker_of
         self._models = models
         self._answering = Answering(models, keepalive_s)
 
     async def models(self, request: Request) -> Response:
         """List the models of the user's jobs."""
-        broker = await self._sessions.broker(request)
+        broker = await self._broker_of(request)
         served = await self._models.serving.list(broker)
         return JSONResponse({"object": "list", "data": [item.shown() for item in served]})
 
     async def model(self, request: Request) -> Response:
         """Return one model."""
-        broker = await self._sessions.broker(request)
+        broker = await self._broker_of(request)
         match = await self._models.find(broker, request.path_params["model"])
         return JSONResponse(match.shown())
 
@@ -539,7 +535,7 @@ class ModelEndpoints:
         """Return the endpoint of an API."""
 
         async def answer(request: Request) -> Response:
-            broker = await self._sessions.broker(request)  # before the body is read
+            broker = await self._broker_of(request)  # before the body is read
             return await self._answering.answer(request, broker, api)
 
         return answer

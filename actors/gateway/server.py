@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import structlog
 from starlette.applications import Starlette
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -82,8 +82,8 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             Route("/metrics", metrics),
             Route("/api/openapi.json", openapi_document),
             *rest.routes(),
-            *openai.routes(_Brokers(), gateway.trainers),
-            *user_episodes.routes(_Brokers(), lambda request: gateway_of(request).programs),
+            *openai.routes(_broker_of, gateway.trainers),
+            *user_episodes.routes(_broker_of, lambda request: gateway_of(request).programs),
             *tinker.routes(gateway.trainers),
             *rest.user_routes(),
             *pages.routes(),
@@ -100,27 +100,18 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
     return app
 
 
-class _Brokers:
-    """The visitors' connections, for the model APIs."""
-
-    async def broker(self, request: Request) -> Broker:
-        """Return the visitor's connection; status 401 without a key."""
-        try:
-            return (await visitor_of(request)).broker
-        except LogInError as error:
-            raise HTTPException(401, f"{error.message}: {error.hint}") from error
+async def _broker_of(request: Request) -> Broker:
+    """Return the visitor's connection, for the model APIs; status 401 without a key."""
+    try:
+        return (await visitor_of(request)).broker
+    except LogInError as error:
+        raise HTTPException(401, f"{error.message}: {error.hint}") from error
 
 
-class _Number(Convertor[int]):
+class _Number(IntegerConvertor):
     """Numbers in paths, of up to 15 digits."""
 
     regex = "[0-9]{1,15}"
-
-    def convert(self, value: str) -> int:
-        return int(value)
-
-    def to_string(self, value: int) -> str:
-        return str(value)
 
 
 register_url_convertor("int", _Number())

@@ -25,7 +25,7 @@ from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.model_apis.request import Fields, RequestError, json_of
 from ...schemas.wire import errors
-from .openai import UserBrokers, guarded, unless_gone
+from .openai import BrokerOf, guarded, unless_gone
 from .programs import ProgramEpisodes
 
 MAX_WAIT_S = 300.0
@@ -44,9 +44,9 @@ class NoEpisodeYet(errors.TinkermqError):
     status = 425
 
 
-def routes(users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> list[Route]:
+def routes(broker_of: BrokerOf, programs: Callable[[Request], ProgramEpisodes]) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    api = UserEpisodes(users, programs)
+    api = UserEpisodes(broker_of, programs)
     path = "/v1/episodes/{episode}"
     return [
         Route("/v1/episodes", guarded(api.open), methods=["POST"]),
@@ -58,15 +58,15 @@ def routes(users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -
 class UserEpisodes:
     """The endpoints."""
 
-    def __init__(self, users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> None:
-        """Serve visitors of `users`; `programs` finds episodes by their keys."""
-        self._users = users
+    def __init__(self, broker_of: BrokerOf, programs: Callable[[Request], ProgramEpisodes]) -> None:
+        """`programs` finds episodes by their keys."""
+        self._broker_of = broker_of
         self._programs = programs
         self._keys: FIFOCache[tuple[str, str], str] = FIFOCache(_MAX_KNOWN)
 
     async def open(self, request: Request) -> Response:
         """Take the next episode of a job; answers with its task and the URLs of the model."""
-        broker = await self._users.broker(request)
+        broker = await self._broker_of(request)
         name, wait_s = _read_request(await request.body())
         record = await JobStore(broker).get(broker.user, name)
         _check(record)
@@ -77,7 +77,7 @@ class UserEpisodes:
 
     async def relay(self, request: Request) -> Response:
         """Relay a request to the host of an episode as a request of the episode's program."""
-        broker = await self._users.broker(request)
+        broker = await self._broker_of(request)
         name = str(request.path_params["episode"])
         key = self._keys.get((broker.user, name))
         if key is None:

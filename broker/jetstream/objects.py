@@ -38,7 +38,7 @@ from ..client.connection import Broker
 from ..client.faults import ConnectionLost, NoResponders, Refused
 from ..client.replies import checked
 from .direct_get import get_all, get_last
-from .streams import num_messages, stream_subjects
+from .streams import num_messages, purge, stream_subjects
 
 # The second connection, blocking, used in a thread for one transfer.
 #
@@ -369,7 +369,7 @@ class ObjectStore:
     async def delete(self, name: str) -> None:
         """Delete an object; harmless if it is gone."""
         info = await self.info(name)
-        await self._purge(self._info_subject(name))
+        await purge(self._broker, self._stream, self._info_subject(name))
         if info is not None:
             await self._purge_chunks(info.nuid)
 
@@ -382,7 +382,7 @@ class ObjectStore:
         chunks = self._chunk_subject("")
         for subject in await stream_subjects(self._broker, self._stream, f"{chunks}*"):
             if subject.removeprefix(chunks) not in known:
-                await self._purge(subject)
+                await purge(self._broker, self._stream, subject)
 
     async def _put_chunks(self, nuid: str, views: Sequence[memoryview]) -> tuple[int, int]:
         """Publish all chunks with a bounded number unconfirmed; return the numbers of bytes and
@@ -439,12 +439,7 @@ class ObjectStore:
             await self._purge_chunks(old.nuid)
 
     async def _purge_chunks(self, nuid: str) -> None:
-        await self._purge(self._chunk_subject(nuid))
-
-    async def _purge(self, subject: str) -> None:
-        await self._retry(
-            lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"filter": subject})
-        )
+        await purge(self._broker, self._stream, self._chunk_subject(nuid))
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         return await self._broker.retry(

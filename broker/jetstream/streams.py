@@ -118,6 +118,7 @@ REQUEST_BYTES, SECRETS_BYTES = 4 << 10, 64 << 10
 """Bounds on one value of a shared bucket, including its headers."""
 MAX_LEASES = 8192
 _DEADLINE_S, _LOOK_S = 30.0, 0.1
+_PURGE_DEADLINE_S = 60.0
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
 _LAST_WORDS_BYTES = 1 << 20
@@ -503,6 +504,15 @@ async def delete_stream(broker: Broker, name: str) -> None:
 async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
     """Return the server's description of a stream; raises NotFoundError when it is gone."""
     return await _request(broker, f"STREAM.INFO.{name}", None)
+
+
+async def purge(broker: Broker, name: str, subject: str) -> None:
+    """Remove a stream's messages on a subject; raises NotFoundError when the stream is gone."""
+    await broker.retry(
+        lambda: broker.api(f"STREAM.PURGE.{name}", {"filter": subject}),
+        deadline_s=_PURGE_DEADLINE_S,
+        waiting_for=f"messages on {subject} to be removed",
+    )
 
 
 async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]:

@@ -25,7 +25,7 @@ from ...envs.registry import list_games as registered_games
 from ...envs.running.local import LocalEpisode, LocalGame
 from ...schemas.checks import CheckResult
 from ...schemas.config.job import EnvConfig, JobConfig
-from ...schemas.config.load_config import apply_override, load_config
+from ...schemas.config.load_config import load_config, read_overrides
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import blaming
 from ...schemas.wire.images import plain_text
@@ -64,18 +64,21 @@ def open_game(
 
     Raises ConfigError.
     """
-    chosen = _from_yaml(game, arguments) if game.endswith((".yaml", ".yml")) else None
-    if chosen is not None:
-        if train_data or val_data:
-            raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
-        yield chosen
+    if _is_file(game, train_data, val_data):
+        yield _from_yaml(game, arguments)
         return
-    kwargs: dict[str, Any] = {}
-    for argument in arguments:
-        apply_override(kwargs, argument, None)
+    kwargs = read_overrides(arguments, None)
     env = EnvConfig(game=game, kwargs=kwargs, train_data=list(train_data), val_data=list(val_data))
     with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
         yield ChosenGame(_with_data(env, folder))
+
+
+def _is_file(game: str, train_data: Sequence[str], val_data: Sequence[str]) -> bool:
+    """Return whether a configuration file is named; ConfigError if data is named beside it."""
+    is_file = game.endswith((".yaml", ".yml"))
+    if is_file and (train_data or val_data):
+        raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
+    return is_file
 
 
 def _from_yaml(path: str, overrides: Sequence[str]) -> ChosenGame:
@@ -131,13 +134,9 @@ def _job(
     game: str, arguments: Sequence[str], train_data: Sequence[str], val_data: Sequence[str]
 ) -> dict[str, Any]:
     """Return the configuration of a job with the game of a command line."""
-    if game.endswith((".yaml", ".yml")):
-        if train_data or val_data:
-            raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
+    if _is_file(game, train_data, val_data):
         return load_config(Path(game), arguments).model_dump(exclude_unset=True)
-    kwargs: dict[str, Any] = {}
-    for argument in arguments:
-        apply_override(kwargs, argument, None)
+    kwargs = read_overrides(arguments, None)
     env = {"game": game, "kwargs": kwargs, "train_data": train_data, "val_data": val_data}
     return {"model": {"path": _NO_MODEL}, "env": env}
 

@@ -319,7 +319,9 @@ def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
     overrides
         Changed configuration keys of a run that has ended: `training.num_steps=80`.
     """
-    changes = _tree(overrides)
+    from ...schemas.config.load_config import read_overrides
+
+    changes = read_overrides(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.resume_run(run, changes))
     return _print_change(record, f"{record.name} is {record.state}", as_json=common.json)
 
@@ -339,7 +341,9 @@ def fork(
     overrides
         Changed configuration keys: `learner.lr=1e-5`.
     """
-    changes = _tree(overrides)
+    from ...schemas.config.load_config import read_overrides
+
+    changes = read_overrides(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.fork_run(source, changes))
     if common.json:
         print_json(record.model_dump())
@@ -374,15 +378,6 @@ def _parse_target(target: str) -> tuple[Literal["generator", "environment", "ser
     if word not in _ROLES:
         raise ConfigError(f"{word!r} cannot be scaled", hint=did_you_mean(word, _ROLES))
     return _ROLES[word], int(count)
-
-
-def _tree(overrides: Sequence[str]) -> dict[str, Any]:
-    from ...schemas.config.load_config import apply_override
-
-    changes: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(changes, override)
-    return changes
 
 
 def _call_for_run(

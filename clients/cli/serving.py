@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from ...broker.client.faults import shown_url
 from ...envs.registry import load_game
-from ...schemas.config.load_config import apply_override
+from ...schemas.config.load_config import apply_override, read_overrides
 from ...schemas.job import JobRecord
 from ...schemas.model_catalogue import CATALOGUE, find_model
 from ...schemas.wire.codec import merged
@@ -64,9 +64,7 @@ def serve(
     detach
         Do not wait until the model is loaded.
     """
-    tree: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(tree, override)
+    tree = read_overrides(overrides)
 
     async def work(pool: Pool) -> JobRecord:
         record = await submit_inference(
@@ -208,9 +206,7 @@ def up(
         URL of the pool's gateway; default: $TINKERMQ_GATEWAY_URL, or the local stack's.
     """
     bases = [_named(text) for text in model]
-    tree: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(tree, override)
+    tree = read_overrides(overrides)
 
     async def work(pool: Pool) -> list[JobRecord]:
         configs = [

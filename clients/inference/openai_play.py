@@ -22,7 +22,7 @@ import stamina
 
 from ...envs.data import HostData
 from ...envs.evaluation import is_success, kind_of
-from ...envs.game import AbstractGame, ChatMessage, StepResult
+from ...envs.game import AbstractGame, ChatMessage
 from ...envs.running.episodes import LOOK_S, Opening
 from ...envs.running.runners import Runner, make_runner
 from ...schemas.chat_messages import with_text_arguments
@@ -232,50 +232,45 @@ class _Player:
 
     async def play(self, task: int, sample: int) -> EpisodeResult:
         """Play one episode; a failure of the game becomes its result."""
-        start = self._chosen.start(task)
-        name = uuid.uuid4().hex
+        start, options = self._chosen.start(task), self._options
+        name, loop = uuid.uuid4().hex, asyncio.get_running_loop()
         record = self._data.record(start["split"], start["sample"])
+        request = self._request(start["seed"] + sample)
+        rewards: list[float] = []
+        num_tokens = 0
         try:
-            messages = await self._runner.reset(Opening(name, start["seed"], record))
-            played = await self._turns(name, list(messages), seed=start["seed"] + sample)
+            messages = list(await self._runner.reset(Opening(name, start["seed"], record)))
+            while True:
+                answer = await loop.run_in_executor(
+                    self._threads, self._endpoint.answer, messages, request
+                )
+                messages = [*messages, {"role": "assistant", "content": answer.text}]
+                last = await self._runner.step(name, answer.text)
+                rewards.append(last.reward)
+                num_tokens += answer.num_tokens
+                if last.done or len(rewards) == options.max_turns:
+                    break
+                messages = [*messages, *last.messages()]
         except errors.GameError as error:
             model = self._endpoint.model
             return EpisodeResult(task, sample, 0.0, False, model=model, error=error.message)
         finally:
             self._runner.drop(name)
-        reward = sum(played.rewards)
+        reward = sum(rewards)
         return EpisodeResult(
             task=task,
             sample=sample,
             reward=reward,
-            success=is_success(reward, played.last.info, self._options.success_reward),
-            rewards=played.rewards,
-            type=kind_of(played.last.info, record.data_source if record else ""),
-            finish="length" if played.cut else "done" if played.last.done else "turns",
-            num_turns=len(played.rewards),
-            num_tokens=played.num_tokens,
-            messages=played.messages,
-            info=played.last.info,
-            model=played.model,
+            success=is_success(reward, last.info, options.success_reward),
+            rewards=rewards,
+            type=kind_of(last.info, record.data_source if record else ""),
+            finish="length" if answer.cut else "done" if last.done else "turns",
+            num_turns=len(rewards),
+            num_tokens=num_tokens,
+            messages=messages,
+            info=last.info,
+            model=answer.model,
         )
-
-    async def _turns(self, name: str, messages: list[ChatMessage], *, seed: int) -> "_Played":
-        """Alternate model and game until the episode is over."""
-        request = self._request(seed)
-        loop = asyncio.get_running_loop()
-        rewards: list[float] = []
-        num_tokens = 0
-        while True:
-            answer = await loop.run_in_executor(
-                self._threads, self._endpoint.answer, messages, request
-            )
-            messages = [*messages, {"role": "assistant", "content": answer.text}]
-            result = await self._runner.step(name, answer.text)
-            rewards.append(result.reward)
-            num_tokens += answer.num_tokens
-            if result.done or len(rewards) == self._options.max_turns:
-                return _Played(messages, rewards, result, num_tokens, answer.model, answer.cut)
-            messages = [*messages, *result.messages()]
 
     def _request(self, seed: int) -> dict[str, Any]:
         """Return the request's fields besides the conversation."""
@@ -286,16 +281,3 @@ class _Player:
         if options.max_tokens_per_turn is not None:
             request["max_tokens"] = options.max_tokens_per_turn
         return request
-
-
-@dataclass(frozen=True)
-class _Played:
-    """An episode that has ended."""
-
-    messages: list[ChatMessage]
-    rewards: list[float]
-    last: StepResult
-    num_tokens: int
-    model: str
-    cut: bool
-    """The last answer was cut at its limit."""

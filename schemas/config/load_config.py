@@ -371,6 +371,16 @@ def apply_override(
     place[last] = read_argument(text, f"override {override!r}", type_at(model, path))
 
 
+def read_overrides(
+    overrides: Sequence[str], model: type[BaseModel] | None = JobConfig
+) -> dict[str, Any]:
+    """Return the tree that overrides make; `model` and errors as for `apply_override`."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(values, override, model)
+    return values
+
+
 def parse_config(values: dict[str, Any]) -> JobConfig:
     """Validate a tree of maps; ConfigError names the wrong key and alternatives."""
     check_keys(values)

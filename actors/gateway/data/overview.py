@@ -74,31 +74,13 @@ async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]
         with contextlib.suppress(TinkermqError):
             entries = await list_presences(visitor.broker, record.scope.key)
     beats = {entry.value.actor: entry.value for entry in entries}
+    columns = ("name", "role", "node", "slots", "placed", "restarts")
     rows = [
-        {
-            "name": actor.name,
-            "role": actor.role,
-            "node": actor.node,
-            "slots": actor.slots,
-            "placed": actor.state,
-            "restarts": actor.restarts,
-            **_heartbeat(beats.pop(actor.name, None)),
-        }
-        for actor in record.actors
+        ((a.name, a.role, a.node, a.slots, a.state, a.restarts), beats.pop(a.name, None))
+        for a in record.actors
     ]
-    joined = [
-        {
-            "name": item.actor,
-            "role": item.role,
-            "node": item.host,
-            "slots": 0,
-            "placed": "joined",
-            "restarts": 0,
-            **_heartbeat(item),
-        }
-        for item in beats.values()
-    ]
-    return rows + joined
+    rows += [((beat.actor, beat.role, beat.host, 0, "joined", 0), beat) for beat in beats.values()]
+    return [{**dict(zip(columns, row, strict=True)), **_heartbeat(beat)} for row, beat in rows]
 
 
 def _heartbeat(presence: Presence | None) -> dict[str, Any]:

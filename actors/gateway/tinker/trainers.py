@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from cachetools import FIFOCache
@@ -312,12 +312,7 @@ MAX_DEPTH = 20_000
 """Largest offset plus limit of a page in a list of several trainers."""
 
 
-class _Timed(Protocol):
-    @property
-    def time(self) -> float: ...
-
-
-I = TypeVar("I", bound=_Timed)  # noqa: E741  an item of a list
+I = TypeVar("I", TinkerCheckpoint, TrainingRun)  # noqa: E741  an item of a list
 Page = Callable[[str, int, int], Awaitable[tuple[list[I], int]]]
 """Returns a page of one trainer's list, by job, offset and limit, and the list's length."""
 

@@ -40,18 +40,6 @@ _NEW = "~new-"
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Limits of a pool's machines."""
-
-    least: int
-    most: int
-    slots: int
-    """Slots of one machine."""
-    idle_s: float
-    slot_hours_per_day: float | None = None
-
-
-@dataclass(frozen=True)
 class Demand:
     """The queue and the nodes at a point in time."""
 
@@ -95,7 +83,7 @@ def machines_of(slots: int, count: int, *, gpus: bool) -> list[NodeSlots]:
 
 
 def decide(
-    bounds: Bounds,
+    bounds: MachinesConfig,
     machines: Mapping[str, MachineState],
     needed: int,
     idle_s: Mapping[str, float],
@@ -222,9 +210,6 @@ class MachineKeeper:
         """Times when machines were released, by id."""
         self._known: dict[str, Machine] | None = None
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
-        self._bounds = Bounds(
-            config.least, config.most, config.slots, config.idle_s, config.slot_hours_per_day
-        )
 
     def could_come(self) -> list[NodeSlots]:
         """Return nodes for all machines that the pool may have."""
@@ -269,7 +254,7 @@ class MachineKeeper:
         room, gpus = self._config.most - here, self._config.gpus
         needed = machines_needed(demand, self._config.slots, room, gpus=gpus)
         idle_s = {name: time.monotonic() - since for name, since in self._idle_since.items()}
-        decision = decide(self._bounds, states, needed, idle_s, slot_hours)
+        decision = decide(self._config, states, needed, idle_s, slot_hours)
         matters = decision.ask or not self._patience.is_over()
         self._state = MachineList(
             on=self._config.on,

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import uvicorn
 from openai import AsyncOpenAI
@@ -16,22 +15,14 @@ from tinkermq.broker.client.connection import Broker
 from tests.support.waiting import PATIENCE_S, until
 
 
-@dataclass
-class OneUser:
-    """Stands for the gateway's sessions where everybody is the same user."""
-
-    connection: Broker
-
-    async def broker(self, request: Request) -> Broker:
-        """Return the one connection."""
-        del request
-        return self.connection
-
-
 @asynccontextmanager
 async def serving(broker: Broker, **options: float) -> AsyncIterator[str]:
     """Yield the base URL of a gateway that has nothing but OpenAI's endpoints."""
-    app = Starlette(routes=routes(OneUser(broker), Trainers(), **options))
+
+    async def of_everybody(_: Request) -> Broker:
+        return broker
+
+    app = Starlette(routes=routes(of_everybody, Trainers(), **options))
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve(), name="gateway")

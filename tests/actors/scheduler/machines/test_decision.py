@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.scheduler.machines.keeper import (
-    Bounds,
     Decision,
     Demand,
     decide,
@@ -18,10 +17,10 @@ from tinkermq.actors.scheduler.placement import (
     refuse_impossible,
 )
 from tinkermq.schemas.job import ActorPlacement
-from tinkermq.schemas.machines import MachineState
+from tinkermq.schemas.machines import MachinesConfig, MachineState
 from tinkermq.schemas.user import Quota
 
-BOUNDS = Bounds(least=0, most=3, slots=2, idle_s=60)
+BOUNDS = MachinesConfig(least=0, most=3, slots=2, idle_s=60)
 
 
 def job(name: str, *slots: int, user: str = "ada") -> PlacementRequest:
@@ -105,14 +104,14 @@ def test_no_more_are_asked_for_than_there_may_be_and_leaving_ones_count() -> Non
 
 
 def test_the_least_are_kept_and_asked_for() -> None:
-    bounds = Bounds(least=2, most=3, slots=2, idle_s=60)
+    bounds = MachinesConfig(least=2, most=3, slots=2, idle_s=60)
     assert decide(bounds, {}, 0, {}, 0) == Decision(ask=2)
     idle = {"m1": 99.0, "m2": 99.0, "m3": 99.0}
     assert decide(bounds, named("here here here"), 0, idle, 0) == Decision(give_back=("m1",))
 
 
 def test_a_day_whose_budget_is_used_up_has_no_machines() -> None:
-    bounds = Bounds(least=1, most=3, slots=2, idle_s=60, slot_hours_per_day=10)
+    bounds = MachinesConfig(least=1, most=3, slots=2, idle_s=60, slot_hours_per_day=10)
     assert decide(bounds, named("here"), 1, {}, 9.99).ask == 1
     decision = decide(bounds, named("here asked draining"), 1, {}, 10.0)
     assert decision.give_back == ("m1", "m2")
@@ -126,7 +125,7 @@ def test_a_day_whose_budget_is_used_up_has_no_machines() -> None:
     st.integers(0, 3),
 )
 def test_bounds_hold_whatever_is_there(states: list[str], needed: int, least: int) -> None:
-    bounds = Bounds(least=least, most=4, slots=2, idle_s=0)
+    bounds = MachinesConfig(least=least, most=4, slots=2, idle_s=0)
     machines = named(" ".join(states))
     idle = {name: 1.0 for name, state in machines.items() if state == "here"}
     decision = decide(bounds, machines, needed, idle, 0)
