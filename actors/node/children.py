@@ -108,8 +108,8 @@ class ActorStarter:
     def __init__(self, *, sandbox_games: bool = False) -> None:
         """The fork server starts with the first actor that needs it.
 
-        With `sandbox_games`, environment hosts cannot see anything of other jobs, and jobs name only
-        URLs that users of the pool reach.
+        With `sandbox_games`, environment hosts cannot see anything of other jobs, and URLs of jobs
+        lead only to what users of the pool may reach.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
