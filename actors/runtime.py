@@ -163,6 +163,11 @@ class JobContext(ActorContext):
         """Folder of the run."""
         return Path(self.record.run_dir)
 
+    @property
+    def hidden(self) -> Path | None:
+        """The folder of the run in a pool with users, whose own code does not see it; else None."""
+        return self.run_dir if self.broker.login.is_authenticated else None
+
     async def event(self, kind: str, message: str = "", **data: Any) -> None:
         """Publish an event of the job, and log it."""
         self.log.info(kind, message=message, **data)

@@ -45,6 +45,7 @@ NAMES = (
     "real_times",
     "logits",
     "tree_packing",
+    "own_functions",
     "agent_memory",
     "retokenised",
     "router_replay",

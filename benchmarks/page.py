@@ -18,7 +18,6 @@ _WITH_TABLES = (
     "against_trl",
     "against_trl_environment",
     "against_trl_language_model",
-    "engine",
     "engine_language",
     "gomoku",
     "real_times",

@@ -126,13 +126,12 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
 
 
 def public_messages() -> set[type[Message]]:
-    """Return the messages that others than the pool's processes see, and those in buckets.
+    """Return the messages that others than the pool's processes see.
 
     What these extend and hold is included.
     """
     topics = [topic for topic in TOPICS if _OUTSIDE.search(topic.route)]
     waiting = [topic.message for topic in topics] + [topic.reply for topic in topics]
-    waiting += [store.message for store in STORES if store.kind == "bucket"]
     found: set[type[Message]] = set()
     while waiting:
         model = waiting.pop()

@@ -11,8 +11,8 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tinkermq.actors.learner.curriculum import CurriculumInputs, FilterInputs
 from tinkermq.actors.training.advantages import AdvantageInputs
+from tinkermq.actors.training.functions.wire import CurriculumInputs, FilterInputs
 from tinkermq.actors.training.losses import LossInputs
 from tinkermq.actors.training.off_policy import CorrectionInputs
 from torch import Tensor

@@ -141,6 +141,8 @@ class RankState(Message):
     """Why it does not run."""
     out_of_memory: bool = False
     """Whether it does not run because its GPU's memory was too small for a step."""
+    is_final: bool = False
+    """Whether a restart would end with the same error."""
     draining: bool = False
     """It exits after the learner."""
 

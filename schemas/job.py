@@ -272,19 +272,6 @@ class JobRecord(Message):
         """Whether the job has a learner, and so steps, versions and checkpoints."""
         return self.kind in ("train", "sft")
 
-    @property
-    def has_own_code(self) -> bool:
-        """Whether functions of the job's owner run in processes that write its folder."""
-        sections: list[dict[str, Any]] = [
-            self.config.get("algorithm") or {},
-            self.config.get("training") or {},
-        ]
-        return any(
-            name.startswith("own_") and value is not None
-            for section in sections
-            for name, value in section.items()
-        )
-
 
 class RequestRecord(Message):
     """The job made by a submission, in the KV bucket of requests, for repeated requests."""

@@ -40,11 +40,6 @@ class WantedActor(Message):
     """Data files of an environment host."""
     programs: list[str] | None = None
     """Folders shown to a host's agent programs; null: it hosts a game."""
-    own_code: list[str] | None = None
-    """Models and data that a learner with the owner's functions reads outside of its run folder;
-    null: it has no such functions."""
-    own_network: bool = False
-    """Whether such a learner has the node's network, not only the broker."""
     threads: int = Field(default=1, ge=1)
     secrets: bool = False
     """Request secrets at its start."""

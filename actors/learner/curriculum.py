@@ -19,7 +19,6 @@ Shape letters: E episodes, I tasks.
 import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,8 @@ from numpy.typing import NDArray
 from ...envs.evaluation import is_success
 from ...schemas.rollout import Group, return_of
 from ...schemas.task import DropReason, Task
-from ...schemas.wire.foreign import blaming, shown
-from ..training.custom import CustomFunction, custom_function
+from ..training.functions.calls import CustomFunction
+from ..training.functions.wire import CurriculumInputs, FilterInputs
 from ..training.state import LearnerState
 from .data_order import Chosen, DataOrder
 
@@ -36,22 +35,6 @@ MEMORY = 0.5
 """Weight of a task's earlier episodes when new ones are counted."""
 _STREAM = 3
 _SOLVED = 0.9
-
-
-@dataclass(frozen=True)
-class CurriculumInputs:
-    """Statistics of I tasks, newer episodes counting more; the arrays are read-only."""
-
-    tries_I: NDArray[np.float64]
-    """Number of episodes; 0: the task is unseen."""
-    solved_I: NDArray[np.float64]
-    """Number of solved episodes."""
-
-    @property
-    def rates_I(self) -> NDArray[np.float64]:
-        """Share of solved episodes; 0.5 for tasks without episodes."""
-        half = np.full_like(self.tries_I, 0.5)
-        return np.divide(self.solved_I, self.tries_I, out=half, where=self.tries_I > 0)
 
 
 def learnability(inputs: CurriculumInputs) -> NDArray[np.float64]:
@@ -184,24 +167,6 @@ MOST_IN_A_ROW = 4096
 """Consecutive groups that a filter may leave out; a run that trains no group would not end."""
 
 
-@dataclass(frozen=True)
-class FilterInputs:
-    """The inputs of a filter for one group."""
-
-    rewards_E: NDArray[np.float64]
-    """Return of each episode."""
-    lengths_E: NDArray[np.int64]
-    """Generated tokens of each episode."""
-    truncated_E: NDArray[np.bool_]
-    """Whether a token limit ended each episode."""
-    infos: list[dict[str, Any]]
-    """`info` of the game at the end of each episode."""
-    data_source: str
-    """Data source of the row; empty if it has none."""
-    sample: int | None
-    """The row of the data; None for a game that generates its states."""
-
-
 class CustomFilter:
     """A user's function that decides whether to train a group."""
 
@@ -210,11 +175,11 @@ class CustomFilter:
         self._in_a_row = 0
 
     def keeps(self, group: Group) -> bool:
-        """Return whether a group is trained.
+        """Return whether a group is trained; blocks.
 
         Raises ConfigError for an invalid answer, or if the filter leaves out every group.
         """
-        answer = self.answer(filter_inputs(group))
+        answer = self._function.decision(filter_inputs(group))
         self._in_a_row = 0 if answer else self._in_a_row + 1
         if self._in_a_row > MOST_IN_A_ROW:
             raise self._function.wrong(
@@ -222,21 +187,9 @@ class CustomFilter:
             )
         return answer
 
-    def answer(self, inputs: FilterInputs) -> bool:
-        """Return the function's answer for a group."""
-        answer = self._function.called(inputs)
-        if isinstance(answer, np.ndarray | np.generic):
-            answer = cast("Any", answer).tolist()
-        if not isinstance(answer, bool):
-            raise self._function.wrong(
-                f"returned {shown(answer)} in place of True, to train the group, or False"
-            )
-        return answer
 
-
-def keeps_of(target: str | None) -> Callable[[Group], bool] | None:
-    """Return the function that selects groups to train; None: train all. Raises ConfigError."""
-    function = custom_function("filter", target)
+def keeps_of(function: CustomFunction | None) -> Callable[[Group], bool] | None:
+    """Return the function that selects groups to train; None: train all."""
     return None if function is None else CustomFilter(function).keeps
 
 
@@ -251,31 +204,3 @@ def filter_inputs(group: Group) -> FilterInputs:
         data_source=episodes[0][0].data_source,
         sample=group.task.sample,
     )
-
-
-class CustomCurriculum:
-    """A user's function that weights the tasks."""
-
-    def __init__(self, function: CustomFunction) -> None:
-        self._function = function
-
-    def weigh(self, inputs: CurriculumInputs) -> NDArray[np.float64]:
-        """Return float64[I]; raises ConfigError if the answer is not a list of weights."""
-        answer = self._function.called(inputs)
-        with blaming(self._function.failure):
-            weights_I = _numbers(answer)
-        if weights_I.shape != inputs.tries_I.shape:
-            raise self._function.wrong(
-                f"returned weights of shape {list(weights_I.shape)} for {len(inputs.tries_I)} tasks"
-            )
-        if not np.isfinite(weights_I).all() or (weights_I < 0).any():
-            raise self._function.wrong("returned weights that are negative, NaN or infinite")
-        return weights_I
-
-
-def _numbers(answer: Any) -> NDArray[np.float64]:
-    """Return an answer as an array of numbers; NaN if it is not one."""
-    try:
-        return np.asarray(answer, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array(np.nan)

@@ -19,10 +19,10 @@ from torch import Tensor
 from ...schemas.checks import Check, run_checks, write_results
 from ...schemas.wire.errors import ConfigError
 from ..training.advantages import AdvantageInputs
-from ..training.custom import CustomFunction, Kind
+from ..training.functions.calls import CustomFunction, OwnFunctions
+from ..training.functions.wire import CurriculumInputs, FilterInputs, Kind
 from ..training.losses import LossInputs
 from ..training.off_policy import CorrectionInputs
-from .curriculum import CurriculumInputs, CustomCurriculum, CustomFilter, FilterInputs
 
 _LENGTHS = (3, 5, 2, 4, 6, 1)
 _GROUPS = (0, 0, 0, 1, 1, 1)
@@ -33,11 +33,15 @@ _FIRST = 3
 
 def check_function(kind: Kind, target: str) -> Iterator[Check]:
     """Yield the checks of a function."""
+    functions: list[OwnFunctions] = []
     loaded: list[CustomFunction] = []
 
     def load() -> str:
-        loaded.append(CustomFunction(kind, target))
-        return loaded[0].key
+        functions.append(OwnFunctions({kind: target}))
+        own = functions[0].get(kind, target)
+        assert own is not None
+        loaded.append(own)
+        return own.key
 
     yield Check("it can be imported", load, is_required=True)
     questions = {
@@ -50,6 +54,7 @@ def check_function(kind: Kind, target: str) -> Iterator[Check]:
     }
     for name, question in questions[kind](loaded[0]).items():
         yield Check(name, question)
+    functions[0].close()
 
 
 Questions = dict[str, Callable[[], str]]
@@ -161,8 +166,7 @@ def _of_mask(own: CustomFunction) -> Questions:
 
 def _of_filter(own: CustomFunction) -> Questions:
     def answers() -> list[bool]:
-        custom_filter = CustomFilter(own)
-        return [custom_filter.answer(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
+        return [own.decision(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
 
     def kept() -> str:
         decisions = answers()
@@ -186,7 +190,7 @@ def _of_curriculum(own: CustomFunction) -> Questions:
     def weights() -> Tensor:
         tries = np.array([0.0, 8.0, 8.0, 8.0])
         inputs = CurriculumInputs(tries, np.array([0.0, 0.0, 4.0, 8.0]))
-        return torch.from_numpy(CustomCurriculum(own).weigh(inputs))
+        return torch.from_numpy(own.weights(inputs))
 
     def describe() -> str:
         names = ("unseen", "never solved", "solved half of the time", "always solved")

@@ -103,7 +103,8 @@ class Intake:
         """Read the log, forever."""
         async with aclosing(self._log.read(self._from_seq)) as entries:
             async for entry in entries:
-                self._enter(entry)
+                if self._is_new(entry):
+                    self._enter(entry, await self._filtered(self._check(entry)))
 
     def note_version(self, version: int) -> None:
         """Raise `max_version` to a version that may have generated groups; it never falls.
@@ -171,18 +172,26 @@ class Intake:
         known = [(start, end) for start, end in self._decided.ranges() if end > first]
         state.decided_seqs = NumberSet([*known, *later]).ranges()
 
-    def _enter(self, raw: LogEntry) -> None:
-        if raw.seq <= self.last_seq:
-            return
-        self.last_seq = raw.seq
-        if raw.seq in self._decided:
+    def _is_new(self, raw: LogEntry) -> bool:
+        """Return whether an entry is neither read nor decided."""
+        if raw.seq > self.last_seq and raw.seq in self._decided:
+            self.last_seq = raw.seq
             self.changed.set()
-            return
-        entry = self._check(raw)
+        return raw.seq > self.last_seq
+
+    def _enter(self, raw: LogEntry, entry: CheckedEntry) -> None:
+        self.last_seq = raw.seq
         self._entries[raw.seq] = entry
         self.bytes_held += len(raw.payload)
         self._arrived.append(entry)
         self.changed.set()
+
+    async def _filtered(self, entry: CheckedEntry) -> CheckedEntry:
+        """Return an entry with the decision of the user's filter, which may take long."""
+        if self._keeps is None or entry.group is None:
+            return entry
+        filtered = not await asyncio.to_thread(self._keeps, entry.group)
+        return replace(entry, candidate=replace(entry.candidate, filtered=filtered))
 
     def _check(self, raw: LogEntry) -> CheckedEntry:
         error, group = raw.error, raw.group
@@ -196,8 +205,6 @@ class Intake:
             _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
         usable = error is None and group is not None and group.error is None
         candidate = _candidate(raw, group, usable=usable, malformed=error is not None)
-        if self._keeps is not None and usable and group is not None:
-            candidate = replace(candidate, filtered=not self._keeps(group))
         return CheckedEntry(
             refusal="" if error is None else error.message,
             seq=raw.seq,

@@ -24,6 +24,7 @@ from ...schemas.task import BatchRecord, Dropped
 from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..training.checkpoint import CheckpointStore
+from ..training.functions.calls import OwnFunctions
 from ..training.state import LearnerState
 from ..weights.publisher import Publisher
 from .compute import Compute
@@ -56,11 +57,16 @@ class Learner:
         order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
+        functions: OwnFunctions,
     ) -> None:
-        """Continue from `state`; `compute` holds the models, `order` chooses the tasks."""
+        """Continue from `state`; `compute` holds the models, `order` chooses the tasks.
+
+        `functions` are the job's own.
+        """
         config, broker, scope = context.config, context.broker, context.scope
         self._context, self._config, self._state = context, config, state
         self._order, self._compute, self._reporter = order, compute, reporter
+        self._functions = functions
         self._checkpoints = checkpoints
         log, external = RolloutLog(broker, scope), config.training.tasks == "external"
 
@@ -76,7 +82,7 @@ class Learner:
             greedy_baseline=config.algorithm.advantage == "remax",
             check_readable=compute.policies.check_readable,
             why_no_rows=why_no_rows(config),
-            keeps=keeps_of(config.algorithm.own_filter),
+            keeps=keeps_of(functions.get("filter", config.algorithm.own_filter)),
         )
         self._drops = Drops(
             self._intake, self._ledger, order, state, context.event, external=external
@@ -134,6 +140,7 @@ class Learner:
             await self._saver.close()
             await self._reporter.flush()
         self._compute.close()
+        self._functions.close()
         return EXIT_DONE if self._is_done or self._context.stop_asked else EXIT_DRAINED
 
     @property
@@ -373,6 +380,7 @@ class Learner:
             with self._time_use.doing("train"):
                 report = await self._compute.train(groups, record)
             self._note_trained(entries, groups, record.oldest)
+            await asyncio.to_thread(self._order.learn, groups)  # a function of the user may hang
             if is_new:
                 self._context.progressed()
             self._intake.note_version(step)
@@ -399,7 +407,6 @@ class Learner:
         self._ledger.train(entry.number for entry in entries if entry.number is not None)
         self._failures.note_progress()
         self._untrainable.stepped()
-        self._order.learn(groups)
         for group in groups:
             self._drops.waste.add(group, trained=True, oldest=oldest)
         self._intake.forget(entry.seq for entry in entries)

@@ -40,6 +40,8 @@ from ..storage.cache import with_checkpoints_here, with_models_here
 from ..storage.stores import Stores
 from ..training.checkpoint import CheckpointStore, load_state
 from ..training.critic import saved_critic
+from ..training.functions.calls import OwnFunctions
+from ..training.functions.wire import STEP_KINDS
 from ..training.numerics import settle_numerics
 from ..training.parallel import check_num_threads, torch_thread
 from ..training.policies import Policies, load_models
@@ -111,6 +113,8 @@ async def replay(
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     models = load_models(config, folder)
+    hidden = Path(record.run_dir) if broker.login.is_authenticated else None
+    functions = await asyncio.to_thread(OwnFunctions.of, config, hidden, STEP_KINDS)
     ranks = ChildRanks.start(config)
     thread = torch_thread(config.learner.threads)
 
@@ -119,7 +123,9 @@ async def replay(
 
     try:
         await in_torch(check_num_threads, config.learner.threads)
-        opening = partial(Policies.open, total_steps=total_steps, folder=folder)
+        opening = partial(
+            Policies.open, total_steps=total_steps, functions=functions, folder=folder
+        )
         policies = await in_torch(opening, config, models, ranks)
         positions: Counter[int] = Counter()
         for item in todo:
@@ -140,6 +146,7 @@ async def replay(
         inexact = why_inexact(recorded or [now.model_copy(update={"sums": 0})], now)
     finally:
         await asyncio.to_thread(ranks.close)
+        functions.close()
         thread.shutdown()
     repeated = sorted(position for position, times in positions.items() if times > 1)
     return ReplayResult(len(todo), differing, newest, repeated, distance, inexact)

@@ -24,14 +24,14 @@ from ..policy.model_folder import load_generation_config, load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoints import CheckpointMirror, own_folder
 from ..training.checkpoint import CheckpointStore, load_state, try_saving
-from ..training.custom import custom_function
+from ..training.functions.calls import OwnFunctions
 from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from ..training.policies import Policies, load_models
 from ..training.ranks import Ranks
 from ..training.state import LearnerState
 from .compute import Compute
-from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
+from .curriculum import Curriculum, CurriculumConfig
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
@@ -74,6 +74,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load the job's models and state, from its newest checkpoint if it has one."""
     config = context.config
+    functions = await asyncio.to_thread(OwnFunctions.of, config, context.hidden)
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     checkpoints = CheckpointStore(
@@ -93,7 +94,15 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     num_rows, models = await asyncio.gather(_num_rows(context), loading)
     steps = total_steps(config.training, num_rows)
     policies = await in_torch(
-        partial(Policies.open, config, models, ranks, total_steps=steps, folder=folder)
+        partial(
+            Policies.open,
+            config,
+            models,
+            ranks,
+            total_steps=steps,
+            functions=functions,
+            folder=folder,
+        )
     )
     tokenizer = load_tokenizer(
         str(folder or config.model.tokenizer or config.model.path),
@@ -109,9 +118,10 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         context,
         Compute(context, policies, tokenizer, passes),
         state,
-        task_order(config, num_rows, state),
+        await asyncio.to_thread(task_order, config, num_rows, state, functions),
         checkpoints,
         await open_reporter(context, state),
+        functions,
     )
 
 
@@ -152,8 +162,10 @@ def _fetch_newest(
     return [*damaged, *mirror.fetch_newest(checkpoints.folder)]
 
 
-def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> TaskOrder:
-    """Return the configured order of tasks, with its state."""
+def task_order(
+    config: JobConfig, num_rows: int | None, state: LearnerState, functions: OwnFunctions
+) -> TaskOrder:
+    """Return the configured order of tasks, with its state; blocks."""
     training, order = config.training, DataOrder(config.seed, num_rows)
     num_items = num_rows or training.curriculum_tasks
     if training.curriculum == "none" or num_items is None:
@@ -161,8 +173,8 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
     settings = CurriculumConfig(
         num_items, training.curriculum_uniform, config.evaluation.success_reward
     )
-    if (own := custom_function("curriculum", training.own_curriculum)) is not None:
-        settings = replace(settings, weigh=CustomCurriculum(own).weigh)
+    if (own := functions.get("curriculum", training.own_curriculum)) is not None:
+        settings = replace(settings, weigh=own.weights)
     return Curriculum(order, settings, state)
 
 

@@ -17,18 +17,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = service_parser("node")
     parser.add_argument("--name", default=default_name(), help="name (default: the host's)")
     parser.add_argument(
-        "--slots", type=int, help="CPU shares to give away instead of GPUs, which actors do not see"
+        "--slots",
+        type=int,
+        help="CPU shares to offer instead of GPUs, which actors then do not see",
     )
     parser.add_argument(
-        "--cpu-slots", type=int, help="CPU shares to give away where there is no GPU"
+        "--cpu-slots",
+        type=int,
+        help="CPU shares to offer if there is no GPU (default: one per core)",
     )
     parser.add_argument(
-        "--link", default="", help="name of a fast network that it shares with other nodes"
+        "--link", default="", help="name of a fast network shared with nodes that name the same"
     )
     parser.add_argument(
         "--gpus",
-        help="GPUs to give away, such as 0,2,3 or GPU-…, MIG-…, 0:1 (default: those of "
-        "CUDA_VISIBLE_DEVICES, or all there are)",
+        help="GPUs to offer, such as 0,2,3, GPU-…, MIG-… or 0:1 (default: those of "
+        "CUDA_VISIBLE_DEVICES, or all)",
     )
     arguments = parser.parse_args(argv)
 

@@ -1,8 +1,8 @@
 """A node's child processes: programs of their own, or forks of the fork server.
 
 Actors that need torch are forked from a process that has imported it, which takes a fiftieth of the
-time and shares the memory of its modules. All others are started as programs, those that run code
-of users in a sandbox.
+time and shares the memory of its modules. All others are started as programs, hosts of users' games
+in a sandbox.
 """
 
 import asyncio
@@ -107,8 +107,7 @@ class ActorStarter:
     def __init__(self, *, sandbox_games: bool = False) -> None:
         """The fork server starts with the first actor that needs it.
 
-        With `sandbox_games`, environment hosts, and learners that run functions of their job's
-        owner, cannot see anything of other jobs.
+        With `sandbox_games`, environment hosts cannot see anything of other jobs.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
@@ -125,15 +124,14 @@ class ActorStarter:
         Its run folder may have become a link since the job was accepted. Raises OSError, and
         StartRefused if a second attempt would not help.
         """
-        is_sandboxed = self._sandboxes is not None and spec.own_code is not None
         try:
             below_roots("run_dir", spec.run_dir, [Path(root) for root in spec.output_roots])
-            if self._sandboxes is not None and spec.role in _WRITES and not is_sandboxed:
+            if self._sandboxes is not None and spec.role in _WRITES:
                 await asyncio.to_thread(_refuse_led_away, Path(spec.run_dir))
         except (ConfigError, StorageError) as error:
             may_pass = isinstance(error, StorageError) and error.is_full
             raise (OSError(str(error)) if may_pass else sandbox.StartRefused.of(error)) from error
-        if sys.platform == "linux" and spec.role in _FORKED_ROLES and not is_sandboxed:
+        if sys.platform == "linux" and spec.role in _FORKED_ROLES:
             with contextlib.suppress(CannotFork):
                 return await self._server.fork(spec, environment, output)
         command = list(
@@ -143,8 +141,6 @@ class ActorStarter:
                 *sandbox.actor_argv(spec),
             ]
         )
-        if is_sandboxed and self._sandboxes is not None:
-            return await self._sandboxes.start(command, spec, environment, output)
         if spec.role == "environment" and self._sandboxes is not None:
             if spec.programs is None:
                 return await self._sandboxes.start(command, spec, environment, output)
@@ -162,8 +158,8 @@ class ActorStarter:
 def _refuse_led_away(run_dir: Path) -> None:
     """Raise StorageError for a run folder in which a learner would write through a link.
 
-    Functions of its owner may have made links in an earlier attempt. A learner's own links lead to
-    its checkpoints; it makes them anew and never writes through them.
+    Whoever may write the folder may have made links. A learner's own links lead to its checkpoints;
+    it makes them anew and never writes through them.
     """
     if os.path.realpath(run_dir) != str(run_dir):
         led: str | None = "."

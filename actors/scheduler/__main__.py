@@ -20,22 +20,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_count,
         default=keeping.of_user,
         metavar="N",
-        help=f"ended jobs of each user that are not archived by themselves ({keeping.of_user})",
+        help=f"newest ended jobs of each user to keep unarchived (default: {keeping.of_user})",
     )
     parser.add_argument(
         "--keep-ended-of-all",
         type=_count,
         default=keeping.of_all,
         metavar="N",
-        help=f"the same for all users together (default: {keeping.of_all})",
+        help=f"newest ended jobs of all users to keep unarchived (default: {keeping.of_all})",
     )
     parser.add_argument(
         "--machines",
         default="none",
         metavar="WHERE",
-        help="get machines as the queue needs them: slurm:PARTITION, ray:ADDRESS, a YAML file",
+        help="request machines as the queue needs them: slurm:PARTITION, ray:ADDRESS, a YAML file",
     )
-    parser.add_argument("--node-credentials", default="", metavar="FILE", help="those of machines")
+    parser.add_argument(
+        "--node-credentials", default="", metavar="FILE", help="node credentials of these machines"
+    )
     arguments = parser.parse_args(argv)
     retention = RetentionLimits(arguments.keep_ended, arguments.keep_ended_of_all)
     machines = machines_config(arguments.machines, credentials=arguments.node_credentials)

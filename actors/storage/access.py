@@ -12,12 +12,11 @@ job reads and writes.
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...envs.sandbox.served import FOLDERS_VARIABLE
+from ...envs.sandbox.shown import FOLDERS_VARIABLE, code_folders
 from ...schemas.config.agent import TaskSource
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
@@ -104,21 +103,12 @@ def refuse_unshown_folder(path: Path, job: JobRecord | WantedActor) -> None:
     """
     if any(path.is_relative_to(folder) for folder in own_folders(job)):
         return
-    if not any(path.is_relative_to(item.resolve()) for item in _shown_to_all()):
+    if not any(path.is_relative_to(item.resolve()) for item in code_folders()):
         raise ConfigError(
             f"agent programs of user {job.user!r} may not be shown {str(path)!r}",
             hint="name a folder in a run of theirs, or let the operator name it in "
             f"${FOLDERS_VARIABLE} of the nodes",
         )
-
-
-def _shown_to_all() -> Iterator[Path]:
-    """Yield the folders that every hosted game sees."""
-    root = Path(__file__).resolve().parents[2]
-    yield from (Path(sys.prefix), Path(sys.base_prefix))
-    yield from (root / room for room in ("actors", "broker", "clients", "envs", "schemas"))
-    for variable in ("PYTHONPATH", FOLDERS_VARIABLE):
-        yield from (Path(item) for item in os.environ.get(variable, "").split(os.pathsep) if item)
 
 
 def shown_from(path: Path, own: Sequence[Path], roots: Sequence[Path]) -> Path | None:

@@ -19,8 +19,8 @@ from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from . import losses
 from .batch import TrainingBatch, renumber
-from .custom import custom_function
 from .distillation import TeacherTargets, forward_kl
+from .functions.calls import OwnFunctions
 from .micro_batch import MicroBatch
 from .model import ScoreOptions, TokenScores
 from .off_policy import Correction, CorrectionInputs, correct, masked, normalised
@@ -68,13 +68,13 @@ class MicroLoss:
 class Objective:
     """The policy loss with its correction, KL and entropy bonus, as configured."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, functions: OwnFunctions) -> None:
         self._algorithm = config.algorithm
         self._loss_options = _loss_options(config)
         self._correction_options = _correction_options(config)
-        self._custom_loss = custom_function("loss", config.algorithm.own_loss)
-        self._custom_correction = custom_function("correction", config.algorithm.own_correction)
-        self._custom_mask = custom_function("mask", config.algorithm.own_mask)
+        self._custom_loss = functions.get("loss", config.algorithm.own_loss)
+        self._custom_correction = functions.get("correction", config.algorithm.own_correction)
+        self._custom_mask = functions.get("mask", config.algorithm.own_mask)
 
     def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
         """Return whether π_o needs a separate forward pass: it is not the policy at the update.

@@ -24,6 +24,7 @@ from ..weights.shared_memory import UnfinishedFile
 from ..weights.tensors import TensorBytes
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
+from .functions.calls import OwnFunctions
 from .model import load_model
 from .parallel import Parallel, snapshot, snapshot_bytes
 from .ranks import Order, Ranks, folder_here
@@ -92,13 +93,15 @@ class Policies:
         models: Mapping[str, PreTrainedModel],
         *,
         total_steps: int,
+        functions: OwnFunctions | None = None,
         folder: Path | None = None,
         ranks: Ranks | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         """Give each model an optimiser; `folder` is the checkpoint they were loaded from.
 
-        `ranks` do the same work as this process; `parallel` is its place among them.
+        `functions` are the job's own; `ranks` do the same work as this process; `parallel` is its
+        place among them.
         """
         self.total_steps = total_steps
         self._ranks = ranks or Ranks(config)
@@ -106,7 +109,11 @@ class Policies:
         self._num_copies = 0
         self.trainers: dict[str, Trainer] = {
             name: Trainer(
-                model, policy_config(config, name), total_steps=total_steps, parallel=parallel
+                model,
+                policy_config(config, name),
+                total_steps=total_steps,
+                functions=functions,
+                parallel=parallel,
             )
             for name, model in models.items()
         }
@@ -122,14 +129,17 @@ class Policies:
         ranks: Ranks,
         *,
         total_steps: int,
+        functions: OwnFunctions | None = None,
         folder: Path | None,
     ) -> "Policies":
         """Create an optimiser for each model, together with the other ranks of this learner."""
-        with ranks.beginning(folder, total_steps) as parallel, folder_here(folder, parallel):
+        begun = ranks.beginning(folder, total_steps, functions and functions.hidden)
+        with begun as parallel, folder_here(folder, parallel):
             return cls(
                 config,
                 models,
                 total_steps=total_steps,
+                functions=functions,
                 folder=folder,
                 ranks=ranks,
                 parallel=parallel,

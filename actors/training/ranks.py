@@ -62,10 +62,13 @@ class Ranks:
         self._parallel = Parallel()
 
     @contextlib.contextmanager
-    def beginning(self, folder: Path | None, total_steps: int) -> Iterator[Parallel]:
+    def beginning(
+        self, folder: Path | None, total_steps: int, hidden: Path | None
+    ) -> Iterator[Parallel]:
         """Start all ranks with a checkpoint or the initial model; yield this rank's `Parallel`.
 
-        Raises EngineError if one of them ends meanwhile.
+        `hidden` is what the job's own functions must not see (`OwnFunctions`). Raises EngineError
+        if one of them ends meanwhile.
         """
         learner = self._config.learner
         if not learner.sharded:
@@ -77,6 +80,7 @@ class Ranks:
             "folder": None if folder is None else str(folder),
             "settings": learner.settings,
             "total_steps": total_steps,
+            "hidden": None if hidden is None else str(hidden),
             "meeting": meeting.to_map(),
         }
         with self.doing(Order("begin", fields)):

@@ -40,8 +40,8 @@ from .checkpoint_copy import (
 )
 from .credit import assign_credit
 from .critic import Critic, spread
-from .custom import custom_function
 from .distillation import Teachers, check_same_language
+from .functions.calls import OwnFunctions
 from .losses import Denominators
 from .micro_batch import MicroBatch
 from .model import Scorer, load_model, load_reference, make_embedding_gradients_sparse
@@ -144,8 +144,9 @@ class Trainer:
         *,
         total_steps: int,
         parallel: Parallel | None = None,
+        functions: OwnFunctions | None = None,
     ) -> None:
-        """`parallel` describes the ranks; by default a single rank on the CPU.
+        """`parallel` describes the ranks, by default one on the CPU; `functions` are the job's own.
 
         Raises ModelError if the model cannot be trained in packed rows.
         """
@@ -153,6 +154,7 @@ class Trainer:
         self.config = config
         self.total_steps = total_steps
         self._parallel = parallel or Parallel()
+        functions = functions or OwnFunctions({})
         self._copies = HostCopies()
         learner = config.learner
         self.image_reader = load_image_reader(
@@ -163,13 +165,13 @@ class Trainer:
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self._embeddings = make_embedding_gradients_sparse(inside)
         self.optimizer = make_optimizer(model, learner, learner.lr)
-        self._objective = Objective(config)
+        self._objective = Objective(config, functions)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
         self._memory = MemoryGuard(config, model, self._packer, alone=not self._parallel.sharded)
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
-        self._custom_advantage = custom_function("advantage", config.algorithm.own_advantage)
+        self._custom_advantage = functions.get("advantage", config.algorithm.own_advantage)
         self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
         self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
 

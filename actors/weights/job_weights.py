@@ -49,15 +49,13 @@ def _open(
 def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
     """Return the transport of a job: the configured one, or chosen by the actors' places.
 
-    A learner and a generator that share a GPU have its UUID in their environment; they use `nccl`,
-    except for a learner without a network.
+    A learner and a generator that share a GPU have its UUID in their environment; they use `nccl`.
     """
     transport = context.config.weights.transport
     if transport != "auto":
         return transport
     on_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
-    has_network = not (context.config.own_functions and context.record.output_roots)
-    return "nccl" if context.record.is_colocated and on_gpu and has_network else "object"
+    return "nccl" if context.record.is_colocated and on_gpu else "object"
 
 
 def make_sender(context: JobContext) -> Sender | None:

@@ -57,6 +57,11 @@ class Login:
     caller: str = ""
     """The admin who acts for the user; empty for the user himself."""
 
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether it has a secret, as every login in a pool with users."""
+        return bool(self.options)
+
     def rpc(self, service: str, method: str) -> str:
         """Return the subject of a request to a service, on behalf of the user."""
         if self.caller:

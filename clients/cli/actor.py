@@ -1,6 +1,7 @@
 """`tinkermq auth`, `scheduler`, `node`, `gateway`, `learner` …: one actor in the foreground.
 
-The actor replaces this process (exec): the command line never imports one.
+The actor replaces this process (exec): the command line never imports one. Its own parser reads
+the options, `--help` included.
 """
 
 import os
@@ -15,7 +16,7 @@ Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
 
 def scheduler(*words: Words) -> None:
-    """Run a scheduler; several may run, one leads. `-- --help` shows its own options."""
+    """Run a scheduler; several may run, one leads."""
     _become("scheduler", words)
 
 
@@ -25,12 +26,12 @@ def auth(*words: Words) -> None:
 
 
 def node(*words: Words) -> None:
-    """Run a node: `--name NAME --slots N`. `-- --help` shows its own options."""
+    """Run a node: `--name NAME --slots N`."""
     _become("node", words)
 
 
 def gateway(*words: Words) -> None:
-    """Run a gateway: `--host ADDRESS --port N`. `-- --help` shows its own options."""
+    """Run a gateway: `--host ADDRESS --port N`."""
     _become("gateway", words)
 
 
@@ -60,8 +61,7 @@ def environment(*words: Words) -> None:
 
 
 def _become(role: str, words: tuple[str, ...]) -> NoReturn:
-    arguments = [word for word in words if word != "--"]
-    if not {"--nats", "--help", "-h"} & set(arguments):
+    if not {"--nats", "--help", "-h"} & set(words):
         os.environ[URL_VARIABLE] = find_url()
-    command = [sys.executable, "-P", "-m", f"tinkermq.actors.{role}", *arguments]
+    command = [sys.executable, "-P", "-m", f"tinkermq.actors.{role}", *words]
     os.execv(sys.executable, command)  # noqa: S606  no shell is wanted

@@ -307,11 +307,16 @@ def build_app() -> App:
         for command in commands:
             family, _, name = command.name.rpartition(" ")
             place = f"{__package__}.{command.place}"
-            help_texts = {"help": command.help, "help_epilogue": epilogue(command.name)}
+            options: dict[str, Any] = {
+                "help": command.help,
+                "help_epilogue": epilogue(command.name),
+            }
+            if command.place.startswith("actor:"):
+                options["help_flags"] = []  # the actor's own parser answers `--help`
             if family:
-                families[family].command(place, name=name, **help_texts)
+                families[family].command(place, name=name, **options)
             else:
-                app.command(place, name=_ALSO.get(name, name), group=group, **help_texts)
+                app.command(place, name=_ALSO.get(name, name), group=group, **options)
     return app
 
 

@@ -294,9 +294,6 @@ def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
 
 def _rights(sandbox: Sandbox) -> list[str]:
     """Return the options that drop root's capabilities, but those to change the user."""
-    if sandbox.is_caller:
-        who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
-        return ["--unshare-user", *who, "--cap-drop", "ALL"]
     if unprivileged_user() is None:
         return ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
@@ -307,7 +304,7 @@ def _orders(
     sandbox: Sandbox, program: Program, output: Sequence[int], keep: Sequence[int]
 ) -> bytes:
     """Return the message to `inside.py`, by marshal, which needs no slow import there."""
-    user = 0 if sandbox.is_caller else sandbox.user or unprivileged_user() or 0
+    user = sandbox.user or unprivileged_user() or 0
     environment = program.environment
     held = [(mount.path, os.fstat(mount.fd)) for mount in sandbox.mounts if mount.fd is not None]
     orders = {
@@ -354,7 +351,7 @@ def _launch(
             stdin=stdin,
             stdout=files.output_in,
             stderr=files.output_in,
-            pass_fds=sorted(passed | {*keep, *sandbox.fds, *_held(sandbox)}),
+            pass_fds=sorted(passed | {*keep, *_held(sandbox)}),
             env={},
             start_new_session=True,
         )
@@ -485,7 +482,7 @@ async def _readable(file: int) -> None:
 # Refused in all sandboxes: new namespaces and mounts, access to other processes, kernel interfaces
 # that no game needs, and files that run as their owner or group. Programs with limits on memory may
 # not use memory files and System V segments, which evade them. A model's code may use Unix sockets
-# only; agent programs, hosted games and learners also IP sockets.
+# only; agent programs and hosted games also IP sockets.
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16

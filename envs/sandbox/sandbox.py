@@ -2,7 +2,8 @@
 
 A `Sandbox` is plain data; `bubblewrap.py` turns it into a command and starts it. It is used for
 Python code that a model writes (`interpreters.py`), for programs of agent jobs
-(`envs/agents/programs`), and for hosted games and learners with functions of users (`actors/node`).
+(`envs/agents/programs`), for hosted games (`actors/node`) and for functions of users in algorithms
+(`actors/training/functions`).
 
 Every sandbox has its own processes, IPC and host name, a user without rights, no new privileges, a
 filter of system calls and its own environment. Of the host only the mounts are visible.
@@ -75,8 +76,6 @@ class Sandbox:
     """Whether the kernel ends it before other processes when memory runs out."""
     user: int | None = None
     """The user id for a root process; None: another unused one at each start."""
-    is_caller: bool = False
-    """Whether it keeps the user id of the process that starts it, without any rights."""
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()
@@ -86,8 +85,6 @@ class Sandbox:
     """Whether it may make sockets other than Unix ones."""
     has_memory_files: bool = False
     """Whether it may use memory that no limit counts: unnamed files, System V segments."""
-    fds: Sequence[int] = ()
-    """Descriptors in the sources of mounts; the program does not inherit them."""
 
 
 def unprivileged_user() -> int | None:

@@ -4,8 +4,8 @@ A sandbox in a sandbox would need namespaces, which a hosted game may not make. 
 socket, and starts `python -m tinkermq.envs.sandbox.served FD` to serve it, outside of the game's
 sandbox and as the node's user. A connection is a session: first the settings, then programs and
 their outcomes, as JSON after a length of four bytes. After `piped` the session is one program with
-its own descriptors, which are sent with the message. It ends with the connection, sees the
-operator's folders for games, and has a network only if the game has one (`served FD network`).
+its own descriptors, which are sent with the message. It ends with the connection and sees the
+operator's folders for games.
 
 The game is a user's code. Its messages can at most end its own session, and the numbers of sessions
 and of kinds of settings are bounded.
@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from ...schemas.wire.errors import ConfigError, SandboxError, TinkermqError, error_from_reply
 from .interpreters import CodeSandbox, LocalCodeSandbox, Outcome, SandboxSettings, too_long
 from .piped import LocalPipedProgram, PipedProgram, PipedSettings
+from .shown import FOLDERS_VARIABLE, operator_folders
 
 SOCKET = Path("/sandbox.socket")
 """The socket's path in a game's sandbox."""
@@ -38,10 +39,6 @@ MAX_FRAME_BYTES = 8 << 20
 """Bound on a program or an answer, as JSON."""
 BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": LocalCodeSandbox}
 """What `backend` may name."""
-FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
-"""Variable with further folders for games, joined by `:`, such as packages and data."""
-NETWORK = "network"
-"""Argument of the server of a game that has a network."""
 _NUM_FDS = 2
 _MAX_GRACE_S = 5.0
 _MAX_SESSIONS = 1024
@@ -320,15 +317,7 @@ def _allowed_settings(values: Any) -> PipedSettings:
         settings = PipedSettings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"the program's settings cannot be used: {error}") from error
-    if settings.network == "open" and NETWORK not in sys.argv[2:]:
-        raise ConfigError(
-            "network=open: this game has no network itself", hint="remove the key network"
-        )
-    shown = [
-        Path(name).resolve()
-        for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-        if name
-    ]
+    shown = [folder.resolve() for folder in operator_folders()]
     for name in settings.read:
         if not any(Path(name).resolve().is_relative_to(folder) for folder in shown):
             raise ConfigError(

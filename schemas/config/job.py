@@ -563,17 +563,6 @@ class JobConfig(Section):
         has_engine = not self.sft.data or (self.validates and not self.has_evaluator)
         return self.generator.slots if has_engine else 0
 
-    @property
-    def own_functions(self) -> dict[str, str]:
-        """The user's functions in the learner, by configuration key."""
-        named = {
-            f"{section}.{name}": value
-            for section in ("algorithm", "training")
-            for name, value in dict(getattr(self, section)).items()
-            if name.startswith("own_")
-        }
-        return {key: value for key, value in named.items() if value is not None}
-
     def with_model(self, path: str) -> "JobConfig":
         """Return a copy for another model, with its tokenizer."""
         model = self.model.model_copy(update={"path": path, "tokenizer": None})

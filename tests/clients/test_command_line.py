@@ -238,6 +238,15 @@ def test_doctor_says_whether_the_temporary_folder_serves(
     assert bool(found["hint"]) is not ok
 
 
+@pytest.mark.parametrize(
+    ("command", "option"), [("scheduler", "--keep-ended"), ("learner", "--job")]
+)
+def test_the_help_of_an_actor_names_its_own_options(command: str, option: str) -> None:
+    told = tinkermq(command, "--help")
+    assert told.code == 0
+    assert option in told.out
+
+
 # The examples with which `--help` ends can be typed as they are; those without a pool are run.
 
 

@@ -204,6 +204,12 @@ def test_a_unit_hosts_a_run_with_its_owner_s_key_and_ends_with_it(pool: Pool) ->
     pool.machine.run("sh", "-c", f"umask 077; echo {pool.key} > {key}")
     pool.tinkermq("train", "/srv/job.json", f"name={HOSTED}", "env.hosts=0", "--detach")
     pool.machine.run("systemctl", "start", unit)
+    # the game of a user, which may try what it likes
+    assert pool.as_service(unit, f"cat /run/credentials/{unit}.service/owner.key")[0] == 0
+    for path in ("/var/lib/tinkermq", key, "/etc/tinkermq/secrets", "/var/lib/tinkermq-node"):
+        assert pool.as_service(unit, reading(path))[0] != 0
+    for pid in pids(pool, unit):
+        assert pool.as_service(unit, reading(f"/proc/{pid}/environ"))[0] != 0
     pool.tinkermq("watch", HOSTED)
     assert "COMPLETED" in pool.tinkermq("ps", "--all")
     ended(pool, unit)
@@ -236,8 +242,13 @@ def test_a_service_reads_its_own_secrets_and_nobody_else_s(pool: Pool, service: 
         others += ["/var/lib/tinkermq"]
     others += [f"/proc/{pid}/environ" for pid in pids(pool, unit)]
     for path in others:
-        code, output = pool.as_service(unit, f"[ -d {path} ] && ls {path} || cat {path}")
+        code, output = pool.as_service(unit, reading(path))
         assert code != 0, f"{path}: {output}"
+
+
+def reading(path: str) -> str:
+    """Return a shell script that reads a file or lists a folder."""
+    return f"if [ -d {path} ]; then ls {path}; else cat {path}; fi"
 
 
 def pids(pool: Pool, but: str) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tinkermq.actors.learner.start import task_order
+from tinkermq.actors.training.functions.calls import OwnFunctions
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.jetstream.streams import stream_subjects
 from tinkermq.broker.tasks import TaskQueue
@@ -144,7 +145,7 @@ async def assert_choices_are_those_of_the_log(job: Job) -> int:
     """Work out the curriculum's choices again, from the log alone; return how many there were."""
     config = parse_config(job.record.config)
     groups = {entry.seq: entry.group for entry in await job.entries() if entry.group is not None}
-    curriculum = task_order(config, None, LearnerState())
+    curriculum = task_order(config, None, LearnerState(), OwnFunctions({}))
     num_right = 0
     for record in [None, *await job.batches()]:
         if record is not None:

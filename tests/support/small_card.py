@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 MOST_TOKENS = "TEST_MOST_TOKENS"
 """Of the environment: more generated tokens in a pass do not fit."""
@@ -17,7 +16,10 @@ FAILED_ONCE = "TEST_FAILED_ONCE"
 
 def small_card_loss(inputs: Any) -> Any:
     """Return REINFORCE's loss; raise what CUDA does where the pass is too large."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    # the parent of this process is the rank: `python -m …learner.ranks.worker RANK DESCRIPTOR`
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    is_other = "tinkermq.actors.learner.ranks.worker" in words
+    rank = int(words[words.index("tinkermq.actors.learner.ranks.worker") + 1]) if is_other else 0
     is_small = str(rank) == os.environ.get(ONLY_RANK, str(rank))
     once = os.environ.get(FAILED_ONCE)
     done = once is not None and Path(once).exists()

@@ -32,6 +32,7 @@ from ....schemas.local.process import die_with
 from ....schemas.rollout import Group
 from ....schemas.wire.errors import (
     BrokerError,
+    ConfigError,
     DeadlineError,
     EngineError,
     NobodyAnswersError,
@@ -41,7 +42,7 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ....schemas.wire.message import Empty, new_id
-from ...runtime import EXIT_CRASHED, EXIT_OUT_OF_MEMORY, JobContext
+from ...runtime import EXIT_CRASHED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, JobContext
 from ...training.parallel import Meeting
 from ...training.ranks import Order, Ranks
 from ...weights.broadcast_group import own_address, server_of
@@ -96,6 +97,11 @@ class _RankProcess:
     def was_out_of_memory(self) -> bool:
         """Whether the process ended because a step did not fit on its GPU."""
         return self.process.poll() == EXIT_OUT_OF_MEMORY
+
+    @property
+    def was_final(self) -> bool:
+        """Whether the process ended by an error that it would meet again."""
+        return self.process.poll() == EXIT_FAILED
 
     def why_ended(self) -> str:
         """Return how the process ended; call it once."""
@@ -185,7 +191,7 @@ def _ended(child: _RankProcess, order: Order | None) -> TinkermqError:
     text = f"rank {child.rank} of the learner (process {child.process.pid}) ended in {doing!r}: "
     if child.was_out_of_memory:
         return _rank_out_of_memory(f"{text}{child.why_ended()}", order)
-    return EngineError(
+    return (ConfigError if child.was_final else EngineError)(
         f"{text}{child.why_ended()}",
         hint="see its lines in the learner's log; code -9 without a line often means that the "
         "machine was out of memory",
@@ -357,7 +363,7 @@ class PlacedRanks(Ranks):
         return status.model_copy(update={"error": error})
 
     def _ended(self, status: RankState) -> TinkermqError:
-        error = _rank_ended(status.error)
+        error = _rank_ended(status.error, is_final=status.is_final)
         return (
             _rank_out_of_memory(error.message, self._order_now) if status.out_of_memory else error
         )
@@ -373,7 +379,12 @@ class PlacedRanks(Ranks):
         return None
 
 
-def _rank_ended(why: str) -> EngineError:
+def _rank_ended(why: str, *, is_final: bool = False) -> TinkermqError:
+    if is_final:
+        return ConfigError(
+            f"a rank of the learner has ended: {why}",
+            hint="see its log (`tinkermq logs RUN --actor rank-1`)",
+        )
     return EngineError(
         f"a rank of the learner has ended: {why}",
         hint="see its log (`tinkermq logs RUN --actor rank-1`); code -9 without a log line often "
@@ -407,7 +418,7 @@ class RankActor:
         self._taking = asyncio.Lock()
         self._last_request = context.broker.clock()
         self._error = ""
-        self._out_of_memory = False
+        self._out_of_memory, self._is_final = False, False
         self._process: _RankProcess | None = None
         self._orders: asyncio.Queue[RankOrder] = asyncio.Queue()
         self._work: asyncio.Task[None] | None = None
@@ -443,7 +454,7 @@ class RankActor:
         if order.do == "begin":
             await self._end_process()
             self._learner, self._num_taken, self._error = order.learner, 0, ""
-            self._out_of_memory = False
+            self._out_of_memory, self._is_final = False, False
             self._orders = asyncio.Queue()
             self._process = _RankProcess.start(self._rank)
             self._work = asyncio.create_task(self._do_all(self._process), name="orders of a rank")
@@ -466,7 +477,7 @@ class RankActor:
     def _state(self) -> RankState:
         process = self._process
         if not self._error and process is not None and process.has_ended:
-            self._out_of_memory = process.was_out_of_memory
+            self._out_of_memory, self._is_final = process.was_out_of_memory, process.was_final
             self._error = process.why_ended()
         return RankState(
             rank=self._rank,
@@ -476,6 +487,7 @@ class RankActor:
             works=process is not None and not self._error,
             error=self._error,
             out_of_memory=self._out_of_memory,
+            is_final=self._is_final,
             draining=self._context.stopping.is_set(),
         )
 
@@ -502,7 +514,12 @@ class RankActor:
         config = own.model_copy(
             update={"learner": own.learner.model_copy(update=order.fields["settings"])}
         )
-        return {**order.fields, "config": config.model_dump_json(exclude_unset=True)}
+        hidden = self._context.hidden
+        return {
+            **order.fields,
+            "config": config.model_dump_json(exclude_unset=True),
+            "hidden": None if hidden is None else str(hidden),
+        }
 
     async def _group(self, seq: int) -> Group:
         entry = await self._log.get(seq)

@@ -20,7 +20,9 @@ import torch
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
 from ...policy.devices import own_device
-from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY, configure_logging
+from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, EXIT_OUT_OF_MEMORY, configure_logging
+from ...training.functions.calls import OwnFunctions
+from ...training.functions.wire import STEP_KINDS
 from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
@@ -36,12 +38,17 @@ def serve(rank: int, orders: Connection) -> None:
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
-    folder = Path(path) if (path := order.fields["folder"]) is not None else None
+    folder, hidden = (
+        None if order.fields[name] is None else Path(order.fields[name])
+        for name in ("folder", "hidden")
+    )
+    functions = OwnFunctions.of(config, hidden, STEP_KINDS)
     with folder_here(folder, parallel) as here:
         policies = Policies(
             config,
             load_models(config, here, hollow=parallel.filled_by_another),
             total_steps=order.fields["total_steps"],
+            functions=functions,
             folder=here,
             parallel=parallel,
         )
@@ -117,7 +124,9 @@ def main(argv: list[str]) -> int:
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())
-        return EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_CRASHED
+        if isinstance(error, OutOfMemoryError):
+            return EXIT_OUT_OF_MEMORY
+        return EXIT_CRASHED if error.may_pass else EXIT_FAILED
     return EXIT_DONE
 
 

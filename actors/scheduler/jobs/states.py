@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ....broker.jetstream.streams import BUCKET_BYTES
 from ....broker.jobs import is_final
 from ....schemas.config.job import GeneratorConfig, JobConfig
-from ....schemas.config.sections import BROKER, LearnerConfig, model_paths
+from ....schemas.config.sections import BROKER, LearnerConfig
 from ....schemas.control import rank_name
 from ....schemas.job import (
     FINAL_STATES,
@@ -190,8 +190,6 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         own_folders=record.own_folders,
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config) if actor.role == "environment" else None,
-        own_code=_read_by_own_code(config) if actor.role in ("learner", "rank") else None,
-        own_network=not record.output_roots,
         threads=threads.get(actor.role, 1),
         secrets=bool(secrets_of(record, actor)),
         max_restarts=config.limits.max_restarts,
@@ -199,24 +197,13 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
 
 
 def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
-    """Return the secrets of its owner that an actor of a job needs.
-
-    A learner with functions of a non-admin owner has no network, so it needs no keys.
-    """
+    """Return the secrets of its owner that an actor of a job needs."""
     of_it: list[SecretName] = []
-    is_cut_off = record.has_own_code and bool(record.output_roots)
-    if actor.name == main_actor(record.actors).name and not is_cut_off:
+    if actor.name == main_actor(record.actors).name:
         of_it.append(WANDB_KEY)
     if actor.role == "generator":
         of_it.append(TEACHER_KEY)
     return [name for name in of_it if name in record.secrets]
-
-
-def _read_by_own_code(config: JobConfig) -> list[str] | None:
-    """Return the paths that a learner with functions of its owner reads; None without functions."""
-    if not config.own_functions:
-        return None
-    return [*model_paths(config).values(), *config.sft.data]
 
 
 def _shown_to_programs(config: JobConfig) -> list[str] | None:

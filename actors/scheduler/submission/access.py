@@ -5,7 +5,7 @@ can read every run folder.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -14,14 +14,13 @@ from ....envs.registry import check_registered
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithm import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
-from ....schemas.config.sections import BROKER, is_url, model_paths
+from ....schemas.config.sections import is_url
 from ....schemas.job import JobRecord, Removal
 from ....schemas.local.disk import DiskThreads
 from ....schemas.tinker.names import is_path
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError, StateError, StorageError
 from ...storage.access import (
-    MODELS_VARIABLE,
     foreign_run_error,
     hard_links,
     in_default_folder,
@@ -31,10 +30,8 @@ from ...storage.access import (
     operator_stores,
     output_roots,
     refuse_other_stores,
-    shown_from,
     texts_of,
     with_allowed_folders,
-    without_tilde,
 )
 from ..jobs.view import JobsView
 
@@ -43,8 +40,6 @@ T = TypeVar("T")
 
 ENDPOINTS_VARIABLE = "TINKERMQ_TEACHER_URLS"
 """Environment variable of the scheduler: base URLs of APIs that generators may call for users."""
-AUTHORS_VARIABLE = "TINKERMQ_ALGORITHM_AUTHORS"
-"""Environment variable of the scheduler: users whose own functions learners may run."""
 _READ_S = 30.0
 _READS_AT_ONCE = 8
 
@@ -82,9 +77,6 @@ async def allowed_config(
     config = await files.read(user, with_allowed_folders, config, roots)
     if view.has_users:
         refuse_code_of_others(config)
-        refuse_own_algorithms(config, user)
-        refuse_network(config, user)
-        await files.read(user, refuse_unshown, config, user, roots)
         refuse_endpoints(config, user)
         refuse_other_stores(config, user, operator_stores())
         others = view.run_folders_of_others(user)
@@ -128,88 +120,6 @@ def refuse_code_of_others(config: JobConfig) -> None:
             "model",
             hint="let an admin submit the job, or use a model that transformers supports itself",
         )
-
-
-def refuse_own_algorithms(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for functions of a user who may not run code in a learner.
-
-    A learner can read every run folder, so the operator lists trusted users.
-    """
-    for key, target in config.own_functions.items():
-        if user not in _listed(AUTHORS_VARIABLE):
-            raise ConfigError(
-                f"{key}={target}: user {user} may not run own code in the learner",
-                hint=f"let the operator add {user} to ${AUTHORS_VARIABLE} of the scheduler, or an "
-                "admin submit the job",
-            )
-    if config.own_functions and config.storage.url not in (None, BROKER):
-        raise ConfigError(
-            f"storage.url={config.storage.url}: a learner with its owner's code gets no keys of "
-            "the operator",
-            hint=f"set storage.url to {BROKER}, or remove it",
-        )
-
-
-_REACH_OUT = ("wandb", "mlflow")
-"""Trackers that send data to a server."""
-
-
-def refuse_network(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for settings that need a network in a learner without one.
-
-    A learner with functions of a user reaches only the broker.
-    """
-    if not config.own_functions:
-        return
-    needs = {
-        f"learner.ranks={config.learner.ranks}": (
-            config.learner.ranks > 1,
-            "set learner.ranks to 1",
-        ),
-        f"weights.transport={config.weights.transport}": (
-            config.weights.transport == "nccl",
-            "set weights.transport to object",
-        ),
-        **{
-            f"logger_backends: {name}": (
-                name in config.logger_backends,
-                f"remove {name}; metrics are in the broker, and jsonl, tensorboard and "
-                "wandb-offline write them into the run's folder",
-            )
-            for name in _REACH_OUT
-        },
-    }
-    for setting, (is_set, remedy) in needs.items():
-        if is_set:
-            named = ", ".join(config.own_functions)
-            raise ConfigError(
-                f"{setting}: a learner with functions of user {user} ({named}) has no network but "
-                "its broker",
-                hint=f"{remedy}, remove the functions, or let an admin submit the job",
-            )
-
-
-def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
-    """Raise ConfigError for a model or data that a user's functions may not read.
-
-    Existing and missing paths are refused alike, so that they reveal nothing.
-    """
-    if not config.own_functions:
-        return
-    for key, value in {**model_paths(config), **_listed_data(config)}.items():
-        place = Path(os.path.realpath(without_tilde(value)))
-        is_path = value.startswith(("/", ".", "~"))
-        if is_path and shown_from(place, [root / user for root in roots], roots) is None:
-            raise ConfigError(
-                f"{key}={value}: functions of user {user} may only read models and data of the "
-                "user's runs and of the operator's folders",
-                hint=f"let the operator add its folder to ${MODELS_VARIABLE} of scheduler and "
-                "nodes",
-            )
-
-
-def _listed_data(config: JobConfig) -> dict[str, str]:
-    return {f"sft.data[{place}]": path for place, path in enumerate(config.sft.data)}
 
 
 def refuse_endpoints(config: JobConfig, user: str) -> None:

@@ -199,7 +199,7 @@ def _keep_checkpoint(record: JobRecord, stores: Stores) -> str:
             fork,
             Path(record.run_dir),
             weights_only=record.weights_only,
-            link=not is_path(record.fork_of or "") and not record.has_own_code,
+            link=not is_path(record.fork_of or ""),
         )
     )
 
@@ -258,7 +258,7 @@ def _keep_others(
                 Path(source),
                 Path(record.run_dir),
                 weights_only=True,
-                link=not is_path(name) and not record.has_own_code,
+                link=not is_path(name),
                 place=f"{folder}/{quote(name, safe='@')}",
             )
         )

@@ -44,7 +44,8 @@ class World:
 
     def drop(self, number: int, reason: DropReason = "malformed", *, told: bool = False) -> None:
         seq = number + 1
-        self.intake._enter(read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {})))
+        raw = read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {}))
+        self.intake._enter(raw, self.intake._check(raw))
         self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], reported=told)
 
 

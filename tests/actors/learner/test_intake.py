@@ -48,7 +48,8 @@ def _taken(group: Group | bytes, number: int = 0, **options: Any) -> CheckedEntr
     """Give the intake one message, as the log's reader does."""
     payload = group if isinstance(group, bytes) else group.to_bytes()
     intake = _intake(**options)
-    intake._enter(read_entry(StoredMessage(SCOPE.rollout(number), 7, payload, {})))
+    raw = read_entry(StoredMessage(SCOPE.rollout(number), 7, payload, {}))
+    intake._enter(raw, intake._check(raw))
     return intake[7]
 
 
@@ -224,7 +225,8 @@ async def test_malformed_entries_harm_nothing_in_a_live_log(
 def test_what_newer_weights_made_is_trained_while_recorded_steps_are_trained_again() -> None:
     intake = _intake()
     intake.note_version(1)  # the step that is trained again
-    intake._enter(read_entry(StoredMessage(SCOPE.rollout(0), 7, _good().to_bytes(), {})))
+    raw = read_entry(StoredMessage(SCOPE.rollout(0), 7, _good().to_bytes(), {}))
+    intake._enter(raw, intake._check(raw))
     assert intake[7].candidate.unusable is None
 
 

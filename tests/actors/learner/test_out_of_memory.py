@@ -176,6 +176,7 @@ def test_ranks_of_which_one_is_out_of_memory_end_and_say_which_step_and_passes(
             made.train(range(1, 2))
     finally:
         made.ranks.close()
+        made.functions.close()
     assert (caught.value.step, caught.value.microbatch_tokens) == (1, 96)
 
 

@@ -1,23 +1,20 @@
 """Functions of the user's own: they train what the library's do, and wrong ones are told."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.curriculum import (
-    Curriculum,
-    CurriculumConfig,
-    CurriculumInputs,
-    CustomCurriculum,
-    keeps_of,
-)
+from tinkermq.actors.learner.curriculum import Curriculum, CurriculumConfig, keeps_of
 from tinkermq.actors.learner.custom_check import check_function
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.training.batch import assemble
-from tinkermq.actors.training.custom import Kind, custom_function
+from tinkermq.actors.training.functions.calls import OwnFunctions
+from tinkermq.actors.training.functions.wire import CurriculumInputs, FilterInputs, Kind
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import Trainer
@@ -126,7 +123,7 @@ def below_zero(tasks: Any) -> Any:
     return tasks.rates_I - 1
 
 
-def _trained(folder: Path, **algorithm: Any) -> dict[str, torch.Tensor]:
+def _trained(folder: Path, own: OwnFunctions, **algorithm: Any) -> dict[str, torch.Tensor]:
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
@@ -136,29 +133,44 @@ def _trained(folder: Path, **algorithm: Any) -> dict[str, torch.Tensor]:
             "algorithm": algorithm,
         }
     )
-    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=10)
+    for name, target in algorithm.items():
+        if name.startswith("own_"):
+            own.load(cast("Kind", name.removeprefix("own_")), target)
+    model = load_model(config.model, config.learner)
+    trainer = Trainer(model, config, total_steps=10, functions=own)
     rng = np.random.default_rng(0)
     groups = [random_group(rng, number, version=3) for number in range(3)]
     trainer.step(assemble(groups), 4)
     return trainer.weights()
 
 
-def test_own_functions_train_what_the_same_ones_of_the_library_do(folder: Path) -> None:
-    library = _trained(folder, advantage="dr_grpo", loss="reinforce", correction="tis")
-    own = _trained(
+@pytest.fixture(scope="module")
+def own() -> Iterator[OwnFunctions]:
+    """A process of functions, which takes seconds to start."""
+    with closing(OwnFunctions({"loss": f"{EXAMPLES}:clipped"})) as functions:
+        yield functions
+
+
+def test_own_functions_train_what_the_same_ones_of_the_library_do(
+    folder: Path, own: OwnFunctions
+) -> None:
+    library = _trained(folder, own, advantage="dr_grpo", loss="reinforce", correction="tis")
+    once = _trained(
         folder,
+        own,
         own_advantage=f"{HERE}:own_dr_grpo",
         own_loss=f"{HERE}:own_reinforce",
         own_correction=f"{HERE}:own_tis",
     )
-    assert all(torch.allclose(one, own[name], atol=1e-6) for name, one in library.items())
+    assert all(torch.allclose(one, once[name], atol=1e-6) for name, one in library.items())
     again = _trained(
         folder,
+        own,
         own_advantage=f"{HERE}:own_dr_grpo",
         own_loss=f"{HERE}:own_reinforce",
         own_correction=f"{HERE}:own_tis",
     )
-    assert all(torch.equal(one, again[name]) for name, one in own.items())
+    assert all(torch.equal(one, again[name]) for name, one in once.items())
 
 
 @pytest.mark.parametrize(
@@ -174,10 +186,10 @@ def test_own_functions_train_what_the_same_ones_of_the_library_do(folder: Path) 
     ],
 )
 def test_a_wrong_function_ends_the_step_with_its_name_and_what_to_do(
-    folder: Path, kind: str, name: str, words: str
+    folder: Path, kind: str, name: str, words: str, own: OwnFunctions
 ) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        _trained(folder, **{f"own_{kind}": f"{HERE}:{name}"})
+        _trained(folder, own, **{f"own_{kind}": f"{HERE}:{name}"})
     assert f"algorithm.own_{kind}={HERE}:{name}" in raised.value.message
     assert raised.value.hint
 
@@ -205,9 +217,9 @@ FOREIGN = {
 }
 
 
-def raises_no_exception(inputs: Any) -> Any:
-    """Raise what the test has put there."""
-    raise inputs
+def raises_no_exception(group: Any) -> Any:
+    """Raise what the group names."""
+    raise FOREIGN[group.data_source]
 
 
 def strange_weights(inputs: Any) -> Any:
@@ -231,59 +243,69 @@ def yields(inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_whatever_a_function_raises_is_told_as_its_own(name: str) -> None:
-    function = custom_function("filter", f"{HERE}:raises_no_exception")
-    assert function is not None
+def test_whatever_a_function_raises_is_told_as_its_own(name: str, own: OwnFunctions) -> None:
+    function = own.load("filter", f"{HERE}:raises_no_exception")
+    nothing = np.zeros(0)
+    inputs = FilterInputs(nothing, nothing.astype(int), nothing.astype(bool), [], name, None)
     with pytest.raises(ConfigError, match=f"raised {name}") as raised:
-        function.called(FOREIGN[name])
+        function.decision(inputs)
     assert f"algorithm.own_filter={HERE}:raises_no_exception" in raised.value.message
     assert "(test_own_functions.py, line" in raised.value.message
 
 
-def test_an_answer_that_raises_as_it_is_read_is_told() -> None:
-    function = custom_function("curriculum", f"{HERE}:strange_weights")
-    assert function is not None
-    inputs = CurriculumInputs(np.zeros(2), np.zeros(2))
+def test_an_answer_that_raises_as_it_is_read_is_told(own: OwnFunctions) -> None:
+    function = own.load("curriculum", f"{HERE}:strange_weights")
     with pytest.raises(ConfigError, match="raised NoException: no array"):
-        CustomCurriculum(function).weigh(inputs)
+        function.weights(CurriculumInputs(np.zeros(2), np.zeros(2)))
 
 
 @pytest.mark.parametrize("name", ["waits", "yields"])
-def test_a_function_that_answers_later_is_refused_as_it_is_loaded(name: str) -> None:
+def test_a_function_that_answers_later_is_refused_as_it_is_loaded(
+    name: str, own: OwnFunctions
+) -> None:
     with pytest.raises(ConfigError, match="is async or a generator") as raised:
-        custom_function("loss", f"{HERE}:{name}")
+        own.load("loss", f"{HERE}:{name}")
     assert f"algorithm.own_loss={HERE}:{name}" in raised.value.message
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["raise KeyboardInterrupt", "raise SystemExit", "class B(BaseException): ...\nraise B"],
-)
 def test_a_module_that_raises_no_exception_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"own_{abs(hash(source))}"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be imported: ") as raised:
-        custom_function("loss", f"{name}:loss")
-    assert f"raised at {name}.py, line" in raised.value.hint
+    raising = (
+        "raise KeyboardInterrupt",
+        "raise SystemExit",
+        "class B(BaseException): ...\nraise B",
+    )
+    for number, source in enumerate(raising):
+        (tmp_path / f"raising_{number}.py").write_text(source)
+    (tmp_path / "sound.py").write_text("def loss(inputs): ...")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with closing(OwnFunctions({"loss": "sound:loss"})) as functions:
+        for number in range(len(raising)):
+            with pytest.raises(ConfigError, match="cannot be imported: ") as raised:
+                functions.load("loss", f"raising_{number}:loss")
+            assert f"raised at raising_{number}.py, line" in raised.value.hint
 
 
-def test_a_module_that_is_not_there_is_told(folder: Path) -> None:
+def test_a_module_that_is_not_there_is_told(folder: Path, own: OwnFunctions) -> None:
     with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
-        _trained(folder, own_loss="nowhere_at_all:loss")
+        _trained(folder, own, own_loss="nowhere_at_all:loss")
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("advantage", "best_of_group"),
         ("loss", "clipped"),
-        ("correction", "square_root"),
-        ("mask", "certain"),
-        ("filter", "neither_hopeless_nor_easy"),
-        ("curriculum", "hardest"),
+        *(
+            pytest.param(*example, marks=pytest.mark.full)
+            for example in (
+                ("advantage", "best_of_group"),
+                ("correction", "square_root"),
+                ("mask", "certain"),
+                ("filter", "neither_hopeless_nor_easy"),
+                ("curriculum", "hardest"),
+            )
+        ),
     ],
 )
 def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
@@ -295,11 +317,16 @@ def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "question"),
     [
-        ("at_random", "the same twice"),
         ("upside_down", "it rewards"),
-        ("over_the_batch", "micro-batches"),
-        ("no_gradient", "it keeps a finite gradient"),
-        ("scalar", "one finite value for each token"),
+        *(
+            pytest.param(*wrong, marks=pytest.mark.full)
+            for wrong in (
+                ("at_random", "the same twice"),
+                ("over_the_batch", "micro-batches"),
+                ("no_gradient", "it keeps a finite gradient"),
+                ("scalar", "one finite value for each token"),
+            )
+        ),
     ],
 )
 def test_the_check_finds_what_is_wrong(name: str, question: str) -> None:
@@ -307,12 +334,12 @@ def test_the_check_finds_what_is_wrong(name: str, question: str) -> None:
     assert question in [one.name for one in results if not one.ok]
 
 
-def test_a_mask_of_ones_own_drops_what_it_does_not_keep(folder: Path) -> None:
-    whole = _trained(folder, correction="tis", correction_masks=[{"of": "ratio", "low": 1e-9}])
-    kept = _trained(folder, own_mask=f"{HERE}:every_second")
+def test_a_mask_of_ones_own_drops_what_it_does_not_keep(folder: Path, own: OwnFunctions) -> None:
+    whole = _trained(folder, own, correction="tis", correction_masks=[{"of": "ratio", "low": 1e-9}])
+    kept = _trained(folder, own, own_mask=f"{HERE}:every_second")
     assert any(not torch.equal(one, kept[name]) for name, one in whole.items())
     with pytest.raises(ConfigError, match="returned marks that are neither 0 nor 1"):
-        _trained(folder, own_mask=f"{HERE}:half_marks")
+        _trained(folder, own, own_mask=f"{HERE}:half_marks")
 
 
 def _group(*rewards: float) -> Group:
@@ -320,16 +347,16 @@ def _group(*rewards: float) -> Group:
     return make_group(episodes)
 
 
-def test_a_filter_of_ones_own_says_which_groups_are_trained() -> None:
-    keeps = keeps_of(f"{EXAMPLES}:neither_hopeless_nor_easy")
+def test_a_filter_of_ones_own_says_which_groups_are_trained(own: OwnFunctions) -> None:
+    keeps = keeps_of(own.load("filter", f"{EXAMPLES}:neither_hopeless_nor_easy"))
     assert keeps is not None
     assert [keeps(_group(*one)) for one in ((0, 0), (1, 0), (1, 1))] == [False, True, False]
     assert keeps_of(None) is None
-    unsure = keeps_of(f"{HERE}:says_maybe")
+    unsure = keeps_of(own.load("filter", f"{HERE}:says_maybe"))
     assert unsure is not None
     with pytest.raises(ConfigError, match="returned 'maybe' in place of True"):
         unsure(_group(1, 0))
-    nothing = keeps_of(f"{HERE}:none_of_them")
+    nothing = keeps_of(own.load("filter", f"{HERE}:none_of_them"))
     assert nothing is not None
     group = _group(1, 0)
     assert not any(nothing(group) for _ in range(4096))
@@ -337,21 +364,18 @@ def test_a_filter_of_ones_own_says_which_groups_are_trained() -> None:
         nothing(group)
 
 
-def test_a_curriculum_of_ones_own_weighs_the_tasks() -> None:
-    own = custom_function("curriculum", f"{EXAMPLES}:hardest")
-    assert own is not None
-    settings = CurriculumConfig(3, 0.0, 0.5, CustomCurriculum(own).weigh)
+def test_a_curriculum_of_ones_own_weighs_the_tasks(own: OwnFunctions) -> None:
+    settings = CurriculumConfig(3, 0.0, 0.5, own.load("curriculum", f"{EXAMPLES}:hardest").weights)
     state = LearnerState(success=[(0, 8.0, 8.0), (1, 8.0, 8.0), (2, 8.0, 0.0)])
     order = Curriculum(DataOrder(0, 3), settings, state)
     assert {order.choose(index, 1).item for index in range(50)} == {2}
     inputs = CurriculumInputs(np.zeros(3), np.zeros(3))
     for name, words in (("too_few", r"of shape \[1\] for 3 tasks"), ("below_zero", "negative")):
-        wrong = custom_function("curriculum", f"{HERE}:{name}")
-        assert wrong is not None
         with pytest.raises(ConfigError, match=words):
-            CustomCurriculum(wrong).weigh(inputs)
+            own.load("curriculum", f"{HERE}:{name}").weights(inputs)
 
 
+@pytest.mark.full
 def test_a_function_is_found_by_the_name_under_which_a_package_has_registered_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +384,7 @@ def test_a_function_is_found_by_the_name_under_which_a_package_has_registered_it
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     entry = f"[tinkermq.algorithms]\nmy-clip = {EXAMPLES}:clipped\n"
     (package / "entry_points.txt").write_text(entry)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert all(result.ok for result in run_checks(check_function("loss", "my-clip")))
     (told,) = run_checks(check_function("loss", "your-clip"))
     assert "is registered by no package here" in told.detail

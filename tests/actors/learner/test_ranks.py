@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tinkermq.actors.learner.ranks.processes import ChildRanks
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.policy.policies import MAIN, prefix_of
+from tinkermq.actors.training.functions.calls import OwnFunctions
 from tinkermq.actors.training.parallel import device_of
 from tinkermq.actors.training.policies import Policies, load_models
 from tinkermq.actors.training.state import LearnerState
@@ -80,8 +81,14 @@ class Trained:
         self.ranks = ChildRanks.start(config)
         try:
             models = load_models(config, checkpoint)
+            self.functions = OwnFunctions.of(config)
             self.policies = Policies.open(
-                config, models, self.ranks, total_steps=20, folder=checkpoint
+                config,
+                models,
+                self.ranks,
+                total_steps=20,
+                functions=self.functions,
+                folder=checkpoint,
             )
         except BaseException:
             self.ranks.close()
@@ -124,6 +131,7 @@ def trained(
         return reports, made.weights
     finally:
         made.ranks.close()
+        made.functions.close()
 
 
 def assert_same_weights(made: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -157,6 +165,30 @@ def test_recomputed_activations_and_other_dtypes_train_alike(folder: Path, dtype
     for one, other in zip(reports, expected, strict=True):
         norm = pytest.approx(other.numbers["actor/grad_norm"], rel=10 * tolerance)
         assert one.numbers["actor/grad_norm"] == norm
+
+
+OWN = {
+    "own_advantage": "examples.own_algorithms:best_of_group",
+    "own_loss": "examples.own_algorithms:clipped",
+    "own_correction": "examples.own_algorithms:square_root",
+    "own_mask": "examples.own_algorithms:certain",
+}
+
+
+def test_functions_of_ones_own_train_two_ranks_as_they_do_one(folder: Path) -> None:
+    sections = {"algorithm": OWN, "learner": {"gradient_checkpointing": True}}
+    reports, weights = trained(config_of(folder, 2, **sections), range(1, 3))
+    expected, alone = trained(config_of(folder, 1, **sections), range(1, 3))
+    assert_same_reports(reports, expected)
+    assert_same_weights(weights, alone)
+
+
+def test_a_function_that_fails_on_a_rank_is_told_by_its_name_and_not_tried_again(
+    folder: Path,
+) -> None:
+    wrong = {"own_loss": "tests.actors.learner.test_own_functions:scalar"}
+    with pytest.raises(ConfigError, match=r"own_loss=.*:scalar returned losses of shape"):
+        trained(config_of(folder, 2, algorithm=wrong), range(1, 2))
 
 
 def test_ranks_without_slots_are_refused(folder: Path) -> None:

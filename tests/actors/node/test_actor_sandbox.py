@@ -1,16 +1,12 @@
 """The sandbox of hosted games and of learners with functions of users: what it shows, its end."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,12 +18,11 @@ from tinkermq.actors.node.sandbox import (
     SandboxStarter,
     check_programs,
 )
-from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.envs.sandbox.sandbox import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
 
-from tests.support import hostile, hostile_learner
+from tests.support import hostile
 from tests.support.altered_bubblewrap import path_without
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
@@ -123,34 +118,6 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     assert seen["writes"] == [False, False, True]
 
 
-def learner(run_dir: Path, *reads: Path) -> WantedActor:
-    """A learner that runs functions of its job's owner."""
-    return host(run_dir, name="learner", role="learner", own_code=[str(one) for one in reads])
-
-
-async def test_a_learner_with_code_of_its_owner_sees_its_run_and_models_and_writes_its_run_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the operator's")
-    files = ["models/m/weights", "runs/bob/r/rollouts", "runs/ada/other/own", "runs/ada/r/own"]
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    run = tmp_path / "runs/ada/r"
-    paths = [*(str(tmp_path / name) for name in files), "/etc/shadow"]
-    sink = Sink()
-    look = LOOK.replace('"/tmp/x"', f'"/tmp/x", "{run}/new", "{tmp_path}/models/m/new"')
-    wanted = learner(run, tmp_path / "models/m")
-    actor = process(wanted, sink, sys.executable, "-c", look, *paths)
-    await asyncio.wait_for(actor.run(), PATIENCE_S)
-    assert actor.status.exit_code == 0, sink.lines
-    seen = json.loads(sink.lines[-1])
-    assert seen["read"] == ["models/m/weights", None, None, "runs/ada/r/own", None]
-    assert seen["writes"] == [False, False, True, True, False]
-    assert (run / "new").stat().st_uid == os.getuid()
-    assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN"} & set(seen["environ"])
-
-
 async def test_actors_start_at_home_where_the_folder_of_their_node_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,61 +127,10 @@ async def test_actors_start_at_home_where_the_folder_of_their_node_is_gone(
     monkeypatch.chdir(gone)
     gone.rmdir()
     tell = (sys.executable, "-c", "import os; print(os.getcwd())")
-    run_dir, names = tmp_path / "runs/ada/r", [Path("data.jsonl")]
-    for wanted in (host(run_dir, reads=["data.jsonl"]), learner(run_dir, *names)):
-        sink = Sink()
-        actor = process(wanted, sink, *tell)
-        await asyncio.wait_for(actor.run(), PATIENCE_S)
-        assert sink.lines[-1:] == [str(Path.home())]
-
-
-@pytest.mark.parametrize("named", ["link", "secrets", "runs/bob/r", "runs/ada/r/m", "runs", ""])
-async def test_a_learner_with_code_of_its_owner_is_shown_what_it_may_read_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
-    for name in ("models/m", "secrets", "runs/bob/r", "runs/ada/r"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "runs/bob/r")
-    (tmp_path / "runs/ada/r/m").symlink_to(tmp_path / "secrets")
-    monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
-    roots = {"output_roots": [str(tmp_path / "runs")]}
-    wanted = learner(tmp_path / "runs/ada/r", tmp_path / named).model_copy(update=roots)
-    with pytest.raises(OSError, match=r"functions of user 'ada' may not be shown .*MODEL_FOLDERS"):
-        await SandboxStarter().start(["true"], wanted, {}, 1)
-    allowed = learner(tmp_path / "runs/ada/r", tmp_path / "models/m").model_copy(update=roots)
-    assert await (await SandboxStarter().start(["true"], allowed, {}, 1)).wait() == 0
-
-
-@pytest.mark.parametrize("place", ["fork", "adapters", "models", "."])
-async def test_a_run_folder_that_leads_elsewhere_is_not_shown(tmp_path: Path, place: str) -> None:
-    (tmp_path / "secrets").mkdir()
-    run = tmp_path / "run"
-    if place != ".":
-        run.mkdir()
-    (run / place).symlink_to(tmp_path / "secrets")
-    with pytest.raises(OSError, match="cannot be shown to functions of its owner"):
-        await SandboxStarter().start(["true"], learner(run), {}, 1)
-
-
-async def test_a_learner_with_code_of_its_owner_changes_no_copy_that_others_read(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "run/fork").mkdir(parents=True)
-    (tmp_path / "run/fork/weights").write_text("others read them")
-    code = f"""
-import os
-for attempt in (lambda: open("{tmp_path}/run/fork/weights", "w"),
-                lambda: os.rename("{tmp_path}/run/fork", "{tmp_path}/run/gone")):
-    try:
-        attempt()
-    except OSError:
-        continue
-    raise SystemExit(7)
-"""
-    actor = process(learner(tmp_path / "run"), Sink(), sys.executable, "-c", code)
+    sink = Sink()
+    actor = process(host(tmp_path / "runs/ada/r", reads=["data.jsonl"]), sink, *tell)
     await asyncio.wait_for(actor.run(), PATIENCE_S)
-    assert actor.status.exit_code == 0
-    assert (tmp_path / "run/fork/weights").read_text() == "others read them"
+    assert sink.lines[-1:] == [str(Path.home())]
 
 
 async def test_the_keys_of_a_job_stand_in_the_environment_of_its_program_alone(
@@ -223,7 +139,7 @@ async def test_the_keys_of_a_job_stand_in_the_environment_of_its_program_alone(
     (tmp_path / "run").mkdir()
     told = ["sh", "-c", 'test -n "$TINKERMQ_CREDENTIALS" && exec sleep 60']
     keys = {"TINKERMQ_CREDENTIALS": "the-key"}
-    child = await SandboxStarter().start(told, learner(tmp_path / "run"), keys, 1)
+    child = await SandboxStarter().start(told, host(tmp_path / "run"), keys, 1)
     try:
         first = 0
 
@@ -238,67 +154,6 @@ async def test_the_keys_of_a_job_stand_in_the_environment_of_its_program_alone(
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
-
-
-@contextlib.contextmanager
-def surroundings(folder: Path) -> Iterator[hostile_learner.Outside]:
-    """What lies and runs around the sandbox of a learner, for it to reach for."""
-    places = ("runs/ada/r/fork/weights", "runs/bob/r/config.json", "home/secrets/key", "m/weights")
-    for name in places:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("secret")
-    run, other, secret, model = (str(folder / name) for name in places)
-    abstract, named = f"tinkermq-test-{os.getpid()}", f"{Path(secret).parent}/s"
-    with contextlib.ExitStack() as stack:
-        listening = [stack.enter_context(socket.socket(one)) for one in (socket.AF_INET, 1, 1)]
-        for one, address in zip(listening, (("0.0.0.0", 0), f"\0{abstract}", named), strict=True):
-            one.bind(address)
-            one.listen(64)
-        echo = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
-        echo.bind(("127.0.0.1", 0))
-        answering = threading.Thread(target=lambda: echo.sendto(b"!", echo.recvfrom(1)[1]))
-        answering.daemon = True
-        answering.start()
-        outsider = subprocess.Popen(
-            ["sh", "-c", "sleep 600 # " + hostile_learner.MARKER],
-            env={**os.environ, "SAID": hostile_learner.MARKER},
-            start_new_session=True,
-        )
-        try:
-            yield hostile_learner.Outside(
-                *(str(Path(run).parents[1]), other, secret, model, outsider.pid),
-                *(listening[0].getsockname()[1], echo.getsockname()[1], abstract, named),
-            )
-        finally:
-            os.killpg(outsider.pid, signal.SIGKILL)
-            outsider.wait()
-
-
-async def test_nothing_that_functions_in_a_learner_try_leads_out_of_their_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "https_proxy"):
-        monkeypatch.setenv(name, "https://me:secret@tracker")
-    with surroundings(tmp_path) as outside:
-        words = [sys.executable, "-c", source_of(hostile_learner), json.dumps(outside)]
-        without = await asyncio.to_thread(
-            subprocess.run, [*words, "no sandbox"], capture_output=True, check=True
-        )
-        assert len(json.loads(without.stdout)) > 30, "the tries fail without a sandbox, too"
-        wanted = learner(Path(outside.run), Path(outside.model))
-        sink = Sink()
-        actor = process(wanted, sink, *words)
-        await asyncio.wait_for(actor.run(), PATIENCE_S)
-    assert actor.status.exit_code == 0, sink.lines
-    assert json.loads(sink.lines[-1]) == []
-    assert await asyncio.to_thread(untouched, outside)
-
-
-def untouched(outside: hostile_learner.Outside) -> bool:
-    """Whether what is outside of a run is as it was made."""
-    places = [Path(one) for one in (outside.other, outside.secrets, outside.model)]
-    inside = [one.name for place in places for one in place.parent.iterdir()]
-    return {one.read_text() for one in places} == {"secret"} and len(inside) == len(places) + 1
 
 
 PROGRAMS = """
@@ -502,13 +357,11 @@ async def test_where_there_can_be_no_sandbox_no_game_runs(
     assert said.format(tmp=tmp_path) in actor.status.error
 
 
-@pytest.mark.parametrize("role", ["environment", "learner"])
 async def test_an_actor_does_not_start_in_a_sandbox_that_does_not_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", path_without(tmp_path, "--seccomp", 2))
-    wanted = learner(tmp_path / "runs/ada/r") if role == "learner" else host(tmp_path / "runs")
-    (tmp_path / "runs/ada/r").mkdir(parents=True)
+    wanted = host(tmp_path / "runs")
     with pytest.raises(OSError, match=r"the sandbox does not hold: .*calls are not filtered"):
         await SandboxStarter().start(["true"], wanted, {}, 1)
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.jobs.states import secrets_of
 from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.credentials import Seal, close_seal
@@ -23,7 +22,6 @@ from tinkermq.schemas.job import (
     NOTIFY_URL,
     TEACHER_KEY,
     WANDB_KEY,
-    ActorPlacement,
     JobRecord,
     JobSecrets,
     OpenedSecrets,
@@ -363,25 +361,3 @@ def test_a_validation_that_was_cut_at_its_deadline_ends_no_plateau() -> None:
     assert plateau.observe({"step": 7}, cut)
     assert not plateau.observe({"step": 9}, {**cut, 8: ValidationScore(0.6, 0.0, 8, 0)})
     assert plateau.best == 0.6
-
-
-@pytest.mark.parametrize("section", ["algorithm", "training"])
-def test_a_learner_with_functions_of_a_user_is_given_no_key(section: str) -> None:
-    learner = ActorPlacement(name="learner", role="learner", slots=1)
-    plain = JobRecord(
-        job="j",
-        name="r",
-        user="ada",
-        kind="train",
-        state="QUEUED",
-        config={"algorithm": {}, section: {"own_loss": None}},
-        actors=[learner],
-        secrets=[WANDB_KEY],
-        output_roots=["/runs"],
-        created=0.0,
-    )
-    own = {"config": {section: {"own_loss": "mine:loss"}}}
-    assert secrets_of(plain, learner) == [WANDB_KEY]
-    assert secrets_of(plain.model_copy(update=own), learner) == []
-    of_admin = plain.model_copy(update={**own, "output_roots": []})
-    assert secrets_of(of_admin, learner) == [WANDB_KEY]

@@ -37,7 +37,6 @@ def test_a_process_takes_no_more_of_a_gpu_than_its_share(monkeypatch: pytest.Mon
         ("MIG-1", True, {}, "nccl"),
         ("GPU-1", False, {}, "object"),  # each has a GPU of its own
         ("", True, {}, "object"),  # a CPU share
-        ("GPU-1", True, {"algorithm": {"own_loss": "m:f"}}, "object"),  # cut off from networks
         ("GPU-1", True, {"weights": {"transport": "file"}}, "file"),
         ("", False, {"weights": {"transport": "nccl"}}, "nccl"),
     ],

@@ -1,7 +1,8 @@
 """What no program in a sandbox can do, and how hostile ones end.
 
 Each test of the first part runs the same tries as code of a model, as an agent program, as a
-hosted game and as a learner with functions of a user. What only one use has is tested beside it.
+hosted game and as a function of a user that a learner calls. What only one use has is tested beside
+it.
 """
 
 import asyncio
@@ -9,9 +10,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +27,8 @@ from tinkermq.schemas.node import WantedActor
 
 from tests.envs.agents.programs.conftest import hosting
 from tests.envs.sandbox.conftest import LIMITS
-from tests.support import hostile, hostile_learner
+from tests.support import hostile, hostile_functions
+from tests.support.functions import run_in_function
 from tests.support.waiting import PATIENCE_S
 
 RunPython = Callable[[str, Path], Awaitable[str]]
@@ -78,9 +82,9 @@ async def as_game(source: str, folder: Path) -> str:
     return await as_actor(source, folder, role="environment")
 
 
-async def as_learner(source: str, folder: Path) -> str:
-    """Run a program as a learner with functions of a user."""
-    return await as_actor(source, folder, role="learner", own_code=[])
+async def as_function(source: str, folder: Path) -> str:
+    """Run a program as a function of a user that a learner calls."""
+    return await asyncio.to_thread(run_in_function, source, folder)
 
 
 USES: dict[str, RunPython] = {
@@ -88,10 +92,10 @@ USES: dict[str, RunPython] = {
     "program": as_program,
     "open program": as_open_program,
     "game": as_game,
-    "learner": as_learner,
+    "function": as_function,
 }
 PYTHON = os.path.realpath(sys.executable)
-WITHOUT_NETWORK = ["code", "program", "learner"]
+WITHOUT_NETWORK = ["code", "program", "function"]
 IS_ROOT = os.getuid() == 0
 
 
@@ -118,13 +122,11 @@ def library(module: ModuleType) -> str:
 async def test_no_try_changes_the_machine(use: str, tmp_path: Path) -> None:
     assert hostile.count() > 0, "the tries fail without a sandbox, too"
     source = f"{library(hostile)}\nprint(json.dumps(successes()))"
-    # a learner is the node's user in a namespace of its own, and gains nothing by the number
-    allowed = ["become root"] if use == "learner" and IS_ROOT else []
-    assert await answer(use, source, tmp_path) == allowed
+    assert await answer(use, source, tmp_path) == []
 
 
 @contextlib.contextmanager
-def around(folder: Path) -> Iterator[hostile_learner.Outside]:
+def around(folder: Path) -> Iterator[hostile_functions.Outside]:
     """What lies and runs outside: a secret, a process, a socket that listens."""
     (folder / "home").mkdir()
     (folder / "home/key").write_text("secret")
@@ -134,11 +136,11 @@ def around(folder: Path) -> Iterator[hostile_learner.Outside]:
             one.bind(address)
             one.listen()
         outsider = subprocess.Popen(
-            ["sleep", "600"], env={**os.environ, "SAID": hostile_learner.MARKER}
+            ["sleep", "600"], env={**os.environ, "SAID": hostile_functions.MARKER}
         )
         try:
             secret = str(folder / "home/key")
-            yield hostile_learner.Outside(
+            yield hostile_functions.Outside(
                 *("/tmp", secret, secret, secret, outsider.pid),
                 *(port.getsockname()[1], 9, abstract, secret),
             )
@@ -151,7 +153,7 @@ def around(folder: Path) -> Iterator[hostile_learner.Outside]:
 async def test_no_system_call_device_or_namespace_leads_out(use: str, tmp_path: Path) -> None:
     with around(tmp_path) as outside:
         calls = f"inner_successes(Outside(*json.loads({json.dumps(outside)!r})))"
-        source = f"{library(hostile_learner)}\nprint(json.dumps({calls}))"
+        source = f"{library(hostile_functions)}\nimport json\nprint(json.dumps({calls}))"
         came_off = await answer(use, source, tmp_path)
     network = () if use in WITHOUT_NETWORK else ("reach ", "ask the DNS")
     assert [one for one in came_off if not one.startswith(network or "-")] == []
@@ -173,10 +175,7 @@ async def test_a_program_has_no_rights_and_cannot_gain_any(use: str, tmp_path: P
     assert (rights, no_new, seccomp) == ([none] * 4, "1", "2")
     if IS_ROOT:
         assert (bound, groups) == (none, "")
-    if use == "learner":
-        assert user == os.getuid()
-    else:
-        assert user not in (0, again[-1]) if IS_ROOT else user == 65534
+    assert user not in (0, again[-1]) if IS_ROOT else user == 65534
 
 
 DESCRIPTORS = """
@@ -218,7 +217,11 @@ async def test_a_program_finds_no_open_file_of_the_host(use: str, tmp_path: Path
         os.set_inheritable(held.fileno(), True)
         os.set_inheritable(other.fileno(), True)
         source = f"SECRET = {str(secret).lstrip('/')!r}\n{DESCRIPTORS}"
-        assert await answer(use, source, tmp_path) == []
+        found = await answer(use, source, tmp_path)
+    if use == "function":  # the socket of its calls
+        assert [one > 2 for one in found] == [True]
+    else:
+        assert found == []
 
 
 SEEN = """
@@ -324,6 +327,71 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+TRIES = """
+import json
+_told.append(Outside(*json.loads(sys.argv[1])))
+print(json.dumps(successes(inside=False)))
+"""
+
+
+@contextlib.contextmanager
+def surroundings(folder: Path) -> Iterator[hostile_functions.Outside]:
+    """What lies and runs around the sandbox of a learner, for it to reach for."""
+    places = ("runs/ada/r/fork/weights", "runs/bob/r/config.json", "home/secrets/key", "m/weights")
+    for name in places:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("secret")
+    run, other, secret, model = (str(folder / name) for name in places)
+    abstract, named = f"tinkermq-test-{os.getpid()}", f"{Path(secret).parent}/s"
+    with contextlib.ExitStack() as stack:
+        listening = [stack.enter_context(socket.socket(one)) for one in (socket.AF_INET, 1, 1)]
+        for one, address in zip(listening, (("0.0.0.0", 0), f"\0{abstract}", named), strict=True):
+            one.bind(address)
+            one.listen(64)
+        echo = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        echo.bind(("127.0.0.1", 0))
+        answering = threading.Thread(target=lambda: echo.sendto(b"!", echo.recvfrom(1)[1]))
+        answering.daemon = True
+        answering.start()
+        outsider = subprocess.Popen(
+            ["sh", "-c", "sleep 600 # " + hostile_functions.MARKER],
+            env={**os.environ, "SAID": hostile_functions.MARKER},
+            start_new_session=True,
+        )
+        try:
+            yield hostile_functions.Outside(
+                *(str(Path(run).parents[1]), other, secret, model, outsider.pid),
+                *(listening[0].getsockname()[1], echo.getsockname()[1], abstract, named),
+            )
+        finally:
+            os.killpg(outsider.pid, signal.SIGKILL)
+            outsider.wait()
+
+
+async def test_nothing_that_a_function_tries_leads_to_the_run_the_pool_or_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "https_proxy"):
+        monkeypatch.setenv(name, "https://me:secret@tracker")
+    with surroundings(tmp_path) as outside:
+        source = library(hostile_functions)
+        words = [sys.executable, "-c", f"{source}\n{TRIES}", json.dumps(outside)]
+        without = await asyncio.to_thread(subprocess.run, words, capture_output=True, check=True)
+        assert len(json.loads(without.stdout)) > 30, "the tries fail without a sandbox, too"
+        given = f"import sys\nsys.argv = ['', {json.dumps(outside)!r}]"
+        everything = TRIES.replace("inside=False", "inside=True")
+        text = await as_function(f"{source}\n{given}\n{everything}", tmp_path)
+        assert json.loads(text) == []
+        assert await asyncio.to_thread(untouched, outside)
+
+
+def untouched(outside: hostile_functions.Outside) -> bool:
+    """Whether what is outside of a run is as it was made."""
+    places = [Path(one) for one in (outside.other, outside.secrets, outside.model)]
+    inside = [one.name for place in places for one in place.parent.iterdir()]
+    return {one.read_text() for one in places} == {"secret"} and len(inside) == len(places) + 1
 
 
 # Programs that mean harm: each is stopped, tells what it was refused, and changes nothing outside.

@@ -1,16 +1,14 @@
-"""What functions of a job's owner try in a learner that want out of its sandbox.
+"""What functions of a job's owner try that want out of their sandbox, and into their learner.
 
-`hostile.py` tries what every program in a sandbox may try; here is what a learner has more: the
-folder of its run, copies that others read in it, models, a broker. What is outside comes as JSON in
-the first argument, `Outside`. Each try raises where it does not come off. Those of `_INSIDE_ONLY`
-would change a machine without a sandbox, so nobody shows that they come off there.
+`hostile.py` tries what every program in a sandbox may try; here is what a learner has: the folder
+of its run, copies that others read in it, models, a broker. Each try raises where it does not come
+off. Those of `_INSIDE_ONLY` would change a machine without a sandbox, so they are not tried there.
 """
 
 import contextlib
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import platform
 import resource
@@ -335,7 +333,8 @@ def _walk_up() -> None:
 
 
 def _first_process() -> None:
-    """Find that the first process, whose memory may be written, has more rights."""
+    """Find that the first process has more rights, and may be written."""
+    _opened("/proc/1/mem")
     told = dict(one.split(":", 1) for one in Path("/proc/1/status").read_text().splitlines())
     rights = [told[name].strip() for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")]
     _refuse(set(rights) != {"0" * 16} or told["Seccomp"].strip() != "2")
@@ -506,8 +505,3 @@ def inner_successes(around: Outside) -> list[str]:
     """Return the names of the tries that came off of those that need no run folder."""
     _told.append(around)
     return [name for name, attempt in _INSIDE_ONLY.items() if comes_off(attempt)]
-
-
-if __name__ == "__main__":
-    _told.append(Outside(*json.loads(sys.argv[1])))
-    print(json.dumps(successes(inside=len(sys.argv) < 3)))

@@ -1,0 +1,1 @@
+"""Functions of a job's owner, called in a process of their own."""
