@@ -47,12 +47,7 @@ from ...schemas.local.folder import process_folder
 from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, SandboxError, TinkermqError
-from ..storage.access import (
-    is_of_another,
-    own_folders,
-    refuse_unshown_folder,
-    without_tilde,
-)
+from ..storage.access import is_of_another, own_folders, refuse_unshown_folder, without_tilde
 
 # Module, arguments and environment of an actor. A command line never has secrets: the broker's URL
 # is passed in the environment.
