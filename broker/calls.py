@@ -123,7 +123,7 @@ async def repeated_call(
 
 
 TIMEOUT_S = 30.0
-_TAKEOVER_S = 6.0
+TAKEOVER_S = 6.0
 SUBMIT_S = 60.0
 """How long a submission waits for a scheduler, which may be starting again."""
 
@@ -350,7 +350,7 @@ class SchedulerCalls:
         return (await self._call_scheduler(method, request, JobReply)).record
 
     async def _call_scheduler(
-        self, method: str, request: Message, reply: type[R], absent_s: float = _TAKEOVER_S
+        self, method: str, request: Message, reply: type[R], absent_s: float = TAKEOVER_S
     ) -> R:
         """Call a method of the leading scheduler; repeat the call while it is busy."""
         patience = time.monotonic() + absent_s

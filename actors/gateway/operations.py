@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from ...broker.calls import SchedulerCalls, write_checkpoint
+from ...broker.calls import TAKEOVER_S, SchedulerCalls, write_checkpoint
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import (
     apply_override,
@@ -73,10 +73,12 @@ class Scheduler(SchedulerCalls):
         self._visitor.listed = (time.monotonic(), records)
         return records
 
-    async def _call_scheduler(self, method: str, request: Message, reply: type[R]) -> R:
+    async def _call_scheduler(
+        self, method: str, request: Message, reply: type[R], absent_s: float = TAKEOVER_S
+    ) -> R:
         if method not in ("get", "list", "nodes", "trainers"):
             self._visitor.listed = None
-        return await super()._call_scheduler(method, request, reply)
+        return await super()._call_scheduler(method, request, reply, absent_s)
 
 
 B = TypeVar("B", bound=BaseModel)

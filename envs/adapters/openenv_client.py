@@ -60,14 +60,11 @@ class Observation(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_inner(cls, value: Any) -> Any:
+    def _read_inner(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Read `reward` and `done` from the observation if they are only there."""
-        fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-        inner = fields.get("observation")
+        inner = value.get("observation")
         known = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
-        if not fields:
-            return value
-        return {**{k: known[k] for k in ("reward", "done") if k in known}, **fields}
+        return {**{key: known[key] for key in ("reward", "done") if key in known}, **value}
 
 
 class Schemas(BaseModel):
