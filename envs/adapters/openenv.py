@@ -309,8 +309,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    if value is None:
-        return ""
+    value = "" if value is None else value
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -320,8 +319,7 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else _CONTROL.sub("", _ESCAPE.sub("", text))
 
 
-# -- facts about an environment
-# ------------------------------------------------------------------------
+# -- facts about an environment --------------------------------------------------------------------
 
 
 class Environment:
