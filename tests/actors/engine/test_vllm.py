@@ -112,7 +112,7 @@ async def test_two_workers_take_new_weights_from_the_learner_together(
         await create_job_streams(broker, scope, LimitsConfig())
         learner = Learner(broker, scope, tmp_path, pair.model)
         await learner.start()
-        store = WeightStore(other, scope)
+        store = WeightStore(other, scope, "nccl")
         for version in (3, 4):
             manifest = await learner.publish(version)
             await load_version(store, {MAIN: pair.engine}, manifest, "keep")
