@@ -179,7 +179,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner ends this process
     torch.set_num_threads(int(sys.argv[1]))
     connection = socket.socket(fileno=os.dup(0))
-    os.close(0)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what a function prints is in the learner's log
     server = FunctionServer()
     while True:
