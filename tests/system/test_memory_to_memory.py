@@ -42,7 +42,7 @@ async def test_a_model_learns_whatever_dies(stack: Stack) -> None:
     assert sorted(results) == [0, 50, 100]
     assert results[0]["val/mean_score"] <= 0.4
     assert results[100]["val/mean_score"] >= 0.65
-    sent = await WeightStore(stack.broker, job.scope).latest()
+    sent = await WeightStore(stack.broker, job.scope, "nccl").latest()
     assert sent is not None
     assert (sent.transport, sent.version) == ("nccl", 100)
     groups = [entry.group for entry in await job.entries() if entry.group is not None]
