@@ -31,8 +31,8 @@ ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
 """Environment variable of the scheduler: folders where jobs may write, joined by `:`. The first is
 for jobs that name none."""
 MODELS_VARIABLE = "TINKERMQ_MODEL_FOLDERS"
-"""Environment variable of scheduler and nodes: folders of models and data that functions of users
-may read, joined by `:`."""
+"""Environment variable of scheduler and nodes: folders of models and data of which users may learn
+what is in them, joined by `:`."""
 _DEFAULT = "outputs"
 
 
@@ -112,10 +112,10 @@ def refuse_unshown_folder(path: Path, job: JobRecord | WantedActor) -> None:
 
 
 def shown_from(path: Path, own: Sequence[Path], roots: Sequence[Path]) -> Path | None:
-    """Return the folder that contains a path and that a user's functions may read, or None.
+    """Return the folder that contains a path and about which a user may learn, or None.
 
-    Users may read the operator's folders of models and data, and their `own`. Without roots, as
-    in an admin's jobs, all folders may be read. The path must be resolved.
+    These are the operator's folders of models and data, and the user's `own`. Without roots, as in
+    an admin's jobs, they are all folders. The path must be resolved.
     """
     if not roots:
         return Path(path.anchor)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.teachers import EndpointTeacher
 from tinkermq.envs.adapters.mcp_channels import http_client as mcp_client
 from tinkermq.envs.adapters.openenv_client import Access, HttpRoutes, OpenEnvSession
@@ -118,7 +120,7 @@ async def test_nothing_of_a_pool_with_users_is_reached_by_configuration(
     pytest.importorskip("websockets")
     with pytest.raises(AddressRefused):
         await OpenEnvSession.connect(base, Access())
-    teacher = EndpointTeacher(f"{base}/v1", "m", None)  # type: ignore[arg-type]
+    teacher = EndpointTeacher(f"{base}/v1", "m", ChatTokenizer(make_tokenizer()))
     with pytest.raises(AddressRefused):
         await teacher._post({})  # pyright: ignore[reportPrivateUsage]
     await teacher.close()

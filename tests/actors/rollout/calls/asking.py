@@ -80,9 +80,8 @@ class Asking:
 
 def request(*texts: str, **fields: Any) -> CallRequest:
     """Return a request whose messages take turns, a user's first."""
-    roles = ("user", "assistant")
     messages = [
-        ModelMessage(role=roles[place % 2], content=(text,))  # type: ignore[arg-type]
+        ModelMessage(role="assistant" if place % 2 else "user", content=(text,))
         for place, text in enumerate(texts)
     ]
     decoding = {name: fields.pop(name) for name in Decoding.model_fields if name in fields}

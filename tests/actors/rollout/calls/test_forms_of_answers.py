@@ -273,9 +273,8 @@ async def looking(start: StartEngine, seeing: Path, engine_kind: EngineKind) -> 
 
 def shown(*messages: tuple[Any, ...], **fields: Any) -> CallRequest:
     """Return a request whose messages, a user's first, hold texts and images."""
-    roles = ("user", "assistant")
     told = [
-        ModelMessage(role=roles[place % 2], content=list(content))  # type: ignore[arg-type]
+        ModelMessage(role="assistant" if place % 2 else "user", content=content)
         for place, content in enumerate(messages)
     ]
     return CallRequest(request="r", messages=told, **fields)
