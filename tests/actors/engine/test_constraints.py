@@ -334,10 +334,13 @@ async def test_a_schema_that_takes_too_long_is_refused_and_its_process_killed(
     chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trial, "COMPILE_S", 0.05)
+    before = set(psutil.Process().children())
+    grammars = OutputGrammars(chat)
     with pytest.raises(ConfigError, match=r"not compiled within 0\.05 s"):
-        await OutputGrammars(chat).of(OutputFormat(json_schema=exponential(4)), [])
-    grandchildren = [psutil.Process(child.pid).children() for child in psutil.Process().children()]
-    assert not any(grandchildren)
+        await grammars.of(OutputFormat(json_schema=exponential(4)), [])
+    new = set(psutil.Process().children()) - before
+    [trial] = [child for child in new if grammar_trial.__name__ in child.cmdline()]
+    assert trial.children() == []
 
 
 async def test_users_compile_in_turn_and_hold_a_bounded_memory(
