@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...schemas.wire.errors import ModelError
+from .layers import decoder_of
 from .lora import has_adapter
 
 
@@ -90,7 +91,7 @@ class AdaptedLayers:
                 raise ModelError(
                     "the model has an adapter of its own", hint="start with its base model"
                 )
-            decoder: nn.Module = cast(Any, self._model).get_decoder()
+            decoder: nn.Module = decoder_of(self._model)
             head: nn.Module | None = cast(Any, self._model).get_output_embeddings()
             inside = {id(module) for module in decoder.modules()} | {id(head)}
             modules: Iterable[tuple[str, nn.Module]] = cast(Any, self._model).named_modules()

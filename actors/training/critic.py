@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LearnerConfig
+from ..policy.layers import decoder_of
 from .advantages import ValueTargets, explained_variance, value_loss
 from .batch import renumber
 from .checkpoint_copy import CRITIC, CRITIC_OPTIMIZER, HostCopies, ModelCopy
@@ -49,7 +50,7 @@ class ValueModel(nn.Module):
         self.value_head = nn.Linear(width, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-        self.decoder: nn.Module = cast(Any, model).get_decoder()
+        self.decoder: nn.Module = decoder_of(model)
         mine = {id(each) for each in self.parameters()}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in mine)

@@ -27,6 +27,7 @@ from ...schemas.plan.memory import LOGITS_BYTES
 from ...schemas.wire.errors import ModelError
 from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
+from ..policy.layers import decoder_of, is_recurrent, reach_of
 from ..policy.model_folder import load_causal_lm, load_policy
 from ..policy.vision import embed
 from .micro_batch import MicroBatch, TokenSequence
@@ -35,7 +36,6 @@ from .packing import block_causal_mask, pack
 from .parallel import Inside, compile_layers
 from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _EXACT = 1e-3
 """Largest difference of log-probs that is attributed to float32 rounding."""
 
@@ -213,13 +213,13 @@ class Scorer:
         """`inside`: the model's placement, by default as it was loaded; `replay` uses the experts
         recorded in rows in place of those that the model's routers choose.
 
-        Raises ModelError for a model that cannot read packed rows.
+        Raises ModelError for a model whose log-probs depend on what is behind a sequence.
         """
         self._model = model
         self._replay = replay
         self.inside = inside or Inside(model)
         """The placement of the model; computations inside it have its full weights."""
-        self._decoder = cast(Any, model).get_decoder()
+        self._decoder = cast(Any, decoder_of(model))
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
         self.attention: str = config._attn_implementation
@@ -227,14 +227,16 @@ class Scorer:
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
-        self._window, self._masks_by_layer = _sliding_window(config)
+        self.one_per_row = False
+        """Whether each row must hold one sequence, as for recurrent layers."""
         self._temperature = temperature
         self._chunk_bytes = chunk_bytes or LOGITS_BYTES[self.device.type == "cuda"]
         with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
-            if self._window is not None and not self.inside.compute(self._has_window):
-                self._window = None
-            self._check_packing()
+            self._reach = self.inside.compute(lambda: reach_of(model))
+            if is_recurrent(config) or not self._shares_rows():
+                self.one_per_row = True
+                self._check_padding()
 
     @property
     def device(self) -> torch.device:
@@ -317,9 +319,12 @@ class Scorer:
         Several tokens may be predicted at one column: each column is returned once, and the second
         tensor has each token's index into the columns.
         """
-        if self.flat_rows:
+        attention: dict[str, Any]
+        if self.one_per_row:
+            attention = {"attention_mask": None}  # causal: no token sees the padding behind it
+        elif self.flat_rows:
             packed = with_runs(flatten(packed)) if packed.runs is None else packed
-            attention: dict[str, Any] = {"attention_mask": None, **kernel_arguments(packed)}
+            attention = {"attention_mask": None, **kernel_arguments(packed)}
         else:
             attention = {"attention_mask": self._masks(packed)}
         start, end = packed.columns or (0, packed.input_ids_BT.shape[1])
@@ -344,15 +349,11 @@ class Scorer:
 
     def _masks(self, packed: MicroBatch) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer if they differ."""
-        full = block_causal_mask(packed.seen_until_BT)
-        position_BT = packed.position_ids_BT
-        if self._window is None or int(position_BT.max()) < self._window:
-            return full
-        distance_BTT = position_BT[:, :, None] - position_BT[:, None, :]
-        sliding = full & (distance_BTT < self._window)[:, None]
-        if not self._masks_by_layer:
-            return sliding
-        return {"full_attention": full, "sliding_attention": sliding}
+        visible = block_causal_mask(packed.seen_until_BT)
+        position_BT, full_until = packed.position_ids_BT, self._reach.full_until
+        if full_until is None or int(position_BT.max()) < full_until:
+            return visible
+        return self._reach.masks(visible, position_BT, position_BT)
 
     def logits(self, states_UD: Tensor) -> Tensor:
         """Return the logits of hidden states; with `full_logits` the states are logits already."""
@@ -386,24 +387,8 @@ class Scorer:
             hook.remove()
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
 
-    def _has_window(self) -> bool:
-        """Return whether a model's class uses the attention window of its configuration.
-
-        Llama's configuration may have a window, which Llama's attention ignores.
-        """
-        config = cast(Any, self._model).config.get_text_config()
-        ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
-        logits: list[Tensor] = []
-        try:
-            for width in (2, ids.shape[1]):
-                config.sliding_window = width
-                logits.append(self._model(input_ids=ids, use_cache=False).logits)
-        finally:
-            config.sliding_window = self._window
-        return not torch.equal(*logits)
-
-    def _check_packing(self) -> None:
-        """Check that sequences of one row do not see each other; raise ModelError otherwise.
+    def _shares_rows(self) -> bool:
+        """Return whether sequences of one row do not see each other.
 
         The log-probs of a sequence must not change with its neighbours, and must equal those in a
         separate row. In 16 bits, rounding depends on the length of rows and on the experts' token
@@ -413,7 +398,10 @@ class Scorer:
         ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
         other = (ids + 7) % self.vocab_size
         first, second, same_prompt = ids[:8], ids[8:16], np.concatenate([ids[:4], ids[16:]])
-        scores_P = self._probe(first, second, same_prompt)
+        try:
+            scores_P = self._probe(first, second, same_prompt)
+        except (ValueError, RuntimeError, TypeError, IndexError):  # it takes no such mask
+            return False
         beside_P = self._probe(np.concatenate([ids[:4], other[4:8]]), second, same_prompt)
         before_P = self._probe(first, np.concatenate([other[8:9], second[1:]]), same_prompt)
         alone_P = torch.cat([self._probe(each) for each in (first, second, same_prompt)])
@@ -426,36 +414,32 @@ class Scorer:
         in_half = self.inside.dtype != torch.float32
         allowed = max(0.1, own / 4, 3 * rounding) if in_half else _EXACT
         allowed_moved = max(0.1, own / 20) if in_half and routers_of(self._model) else _EXACT
-        if not (moved <= allowed_moved and apart <= allowed):
+        return moved <= allowed_moved and apart <= allowed
+
+    def _check_padding(self) -> None:
+        """Raise ModelError unless the log-probs of padded rows are those of rows alone."""
+        ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
+        sequences = ids, ids[1:], ids[:-1]
+        together_P = self._probe(*sequences, one_per_row=True)
+        alone_P = torch.cat([self._probe(each, one_per_row=True) for each in sequences])
+        padded = float((together_P - alone_P).abs().max())
+        allowed = 0.1 if self.inside.dtype != torch.float32 else _EXACT
+        if not padded <= allowed:
             kind = cast(Any, self._model).config.model_type
             raise ModelError(
-                f"a model of type {kind!r} cannot be trained: sequences that share a row change "
-                f"each other's log-probs by {max(moved, apart):.2g}",
-                hint="use a model whose layers are all attention",
+                f"a model of type {kind!r} cannot be trained: sequences of one row change each "
+                f"other's log-probs, and padding behind a sequence changes them by {padded:.2g}",
+                hint="use a model in which a token sees only tokens before it",
             )
 
-    def _probe(self, *sequences: NDArray[np.int64]) -> Tensor:
-        """Return the log-probs of three tokens of each of several sequences in one row."""
+    def _probe(self, *sequences: NDArray[np.int64], one_per_row: bool = False) -> Tensor:
+        """Return the log-probs of three tokens of each of several sequences in one micro-batch."""
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         [packed] = pack(
-            [TokenSequence(ids, mask) for ids in sequences],
+            [TokenSequence(ids, np.pad(mask, (len(ids) - len(mask), 0))) for ids in sequences],
             max_row_tokens=32,
-            microbatch_tokens=32,
+            microbatch_tokens=64,
             share_prompts=True,
+            one_per_row=one_per_row,
         )
         return self.score(packed).logprobs_N
-
-
-def _sliding_window(config: Any) -> tuple[int | None, bool]:
-    """Return the width of the attention window, if any, and whether layers differ in it."""
-    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
-    if kinds - _LAYER_TYPES:
-        raise ModelError(
-            f"a model of type {config.model_type!r} has layers of kind "
-            f"{', '.join(sorted(kinds - _LAYER_TYPES))}, which cannot read packed rows",
-            hint="use a model whose layers are full_attention or sliding_attention",
-        )
-    window: int | None = getattr(config, "sliding_window", None)
-    if kinds and "sliding_attention" not in kinds:
-        window = None
-    return window, bool(kinds)

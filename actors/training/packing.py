@@ -21,6 +21,9 @@ The last generated token of a sequence and the tokens after it take no column: n
 depends on them. A token may be predicted in another segment than its neighbours (a response's first
 token at the prompt's last column): `source_col_N` has the column of each token.
 
+For a model with recurrent layers each row holds one sequence (`one_per_row`). Rows of similar
+length share a micro-batch, so that at most a tenth of it is padding.
+
 Sequences with images are packed like others (`policy/vision.py`).
 
 Shape letters: S sequences, N generated tokens, B rows, T columns.
@@ -43,6 +46,9 @@ from .micro_batch import MicroBatch, TokenSequence
 
 _LEAST_SAVING = 0.05
 """Share of the computation that trees must save, since their segments are more and shorter."""
+
+_MOST_PADDED = 0.1
+"""Share of padding in micro-batches of rows with one sequence each."""
 
 IntArray = NDArray[np.int64]
 
@@ -180,13 +186,19 @@ def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list
     return bins
 
 
-def group_rows(row_lengths: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
-    """Group rows of similar length, with rows × longest within `microbatch_tokens`."""
+def group_rows(
+    row_lengths: Sequence[int], microbatch_tokens: int, most_padded: float = 1.0
+) -> list[list[int]]:
+    """Group rows of similar length, with rows × longest within `microbatch_tokens`.
+
+    A row is padded by at most the share `most_padded`.
+    """
     order = sorted(range(len(row_lengths)), key=lambda row: (-row_lengths[row], row))
     groups: list[list[int]] = []
     longest = 0
     for row in order:
-        if groups and (len(groups[-1]) + 1) * longest <= microbatch_tokens:
+        fits = groups and (len(groups[-1]) + 1) * longest <= microbatch_tokens
+        if fits and row_lengths[row] >= (1 - most_padded) * longest:
             groups[-1].append(row)
             continue
         longest = row_lengths[row]
@@ -600,6 +612,7 @@ def pack(
     max_row_tokens: int,
     microbatch_tokens: int,
     share_prompts: bool = False,
+    one_per_row: bool = False,
     hidden_size: int | None = None,
     see: See = _see_nothing,
 ) -> list[MicroBatch]:
@@ -607,16 +620,23 @@ def pack(
 
     Each sequence is in one row; sequences without generated tokens are in no micro-batch. Rows have
     at most `max_row_tokens` columns; with `hidden_size` their length is chosen for the least
-    computation (`choose_row_tokens`). `see` finds the images of a sequence, for a vision model.
-    Deterministic. Raises ConfigError for a sequence that does not fit.
+    computation (`choose_row_tokens`). With `one_per_row` each row holds one sequence. `see` finds
+    the images of a sequence, for a vision model. Deterministic. Raises ConfigError for a sequence
+    that does not fit.
     """
     if not sequences:
         return []
     layout = lay_out(sequences)
-    rows = _make_rows(sequences, layout, max_row_tokens, share_prompts, hidden_size, see)
+    if one_per_row:
+        units = make_prompt_units(sequences, layout, max_row_tokens, share_prompts=False, see=see)
+        lengths = [unit.length for unit in units]
+        rows = _Rows(units, [[unit] for unit in range(len(units))], lengths)
+    else:
+        rows = _make_rows(sequences, layout, max_row_tokens, share_prompts, hidden_size, see)
+    most_padded = _MOST_PADDED if one_per_row else 1.0
     return [
         _build([[rows.units[unit] for unit in rows.bins[row]] for row in group], sequences, layout)
-        for group in group_rows(rows.lengths, microbatch_tokens)
+        for group in group_rows(rows.lengths, microbatch_tokens, most_padded)
     ]
 
 

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
+from ..policy.layers import decoder_of, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
@@ -177,7 +178,7 @@ def compile_layers(model: nn.Module) -> None:
     """
     _require_compiler()
     torch.compiler.config.recompile_limit = _MAX_VARIANTS
-    decoder: nn.Module = cast(Any, model).get_decoder()
+    decoder: nn.Module = decoder_of(model)
     inside = {id(module) for module in decoder.modules()}
     for layer in repeated_layers(model):
         if id(layer) in inside:
@@ -387,7 +388,7 @@ class Parallel:
         device = self._device or next(model.parameters()).device
         dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=device.type == "cuda")]
         text_config = cast(Any, model).config.get_text_config()
-        chosen = choose_attention(attention, text_config, device, dtype)
+        chosen = choose_attention(attention, text_config, device, dtype, needs_masks(model))
         if config.compile and chosen == "varlen" and device.type == "cpu":
             raise ConfigError(
                 "learner.compile=true, and model.attn_implementation=varlen cannot be compiled on "

@@ -106,6 +106,7 @@ class RankPacker:
             max_row_tokens=min(self._max_row_tokens, self.microbatch_tokens),
             microbatch_tokens=self.microbatch_tokens,
             share_prompts=self._share_prompts,
+            one_per_row=self._scorer.one_per_row,
             # Without a mask, the length of a row costs nothing.
             hidden_size=None if self._scorer.flat_rows else self._scorer.hidden_size,
             see=self._read_images,

@@ -32,6 +32,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 
 from ...schemas.wire.errors import ConfigError
+from ..policy.layers import WITH_SINKS, has_sinks
 from ..policy.vision import PackedImages
 from .micro_batch import MicroBatch, Runs
 
@@ -175,7 +176,11 @@ def flash_attn_kernel() -> VarlenKernel:
 
 
 def choose_attention(
-    configured: AttentionKey, config: Any, device: torch.device, dtype: torch.dtype
+    configured: AttentionKey,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    needs_masks: str | None = None,
 ) -> Literal["sdpa", "varlen", "flash_attention_2"]:
     """Return the attention for a model with the text configuration `config` on a device.
 
@@ -184,8 +189,16 @@ def choose_attention(
     model with caps. Torch's kernels come first since they are the same or newer: torch has
     FlashAttention 2, like the package, and 3 or 4 if installed (on an H100, 3 is 1.5 to 2 times as
     fast as 2; arXiv 2407.08608). Only the package caps scores and supports heads of any size up to
-    256. Raises ConfigError for a configured attention that cannot compute the model.
+    256. `needs_masks` is why only an attention with masks computes the model: sdpa. Raises
+    ConfigError for a configured attention that cannot compute the model.
     """
+    if needs_masks is not None:
+        if configured in ("auto", "sdpa"):
+            return "sdpa"
+        raise ConfigError(
+            f"model.attn_implementation={configured} cannot compute this model: {needs_masks}",
+            hint="set model.attn_implementation=sdpa, or auto",
+        )
     capped = bool(getattr(config, "attn_logit_softcapping", None))
     if configured in ("auto", "sdpa"):
         if configured == "sdpa" or device.type != "cuda":
@@ -285,17 +298,11 @@ def _is_installed(module: str) -> bool:
 def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
     """Set the attention kernel of a model's text layers.
 
-    Raises ConfigError if it is not installed, and for a model with attention sinks, which
-    transformers' sdpa ignores and no other kernel here computes.
+    Raises ConfigError if it is not installed.
     """
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        raise ConfigError(
-            "the model's attention has sinks, which no kernel here computes",
-            hint="train a model without them, such as Qwen3 or Llama",
-        )
     config = cast(Any, model).config.get_text_config()
     if chosen == "sdpa":
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = WITH_SINKS if has_sinks(model) else "sdpa"
         return
     kernel: VarlenKernel = sdpa_by_sequence
     if chosen == "flash_attention_2":

@@ -2,11 +2,11 @@
 
 Shape letters: B rows, N tokens per row of a prefill, T keys, V vocabulary.
 
-The model is the ordinary transformers class, called with the cache, explicit positions and an
-additive 4-D mask. The results are compared with a plain forward pass at the start, so that a model
-whose attention needs more (windows, soft caps, sinks, position biases) is refused. The comparison
-is in float32: with 16 bits even a supported model's logits differ by tenths of their size, since
-the first tokens' activations are a thousand times the others'.
+The model is the ordinary transformers class, called with the cache, explicit positions and additive
+4-D masks. The results are compared with a plain forward pass at the start, so that a model that
+needs more (position biases, an index of keys) is refused; windows are then narrowed to two tokens,
+so that they show. The comparison is in float32: with 16 bits even a supported model's logits differ
+by tenths of their size, since the first tokens' activations are a thousand times the others'.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ....schemas.config.sections import LoraConfig
 from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
@@ -27,6 +34,7 @@ from ....schemas.wire.errors import ModelError
 from ...policy import vision
 from ...policy.devices import DECODED_WEIGHTS, exact_products, use_onednn
 from ...policy.experts import RouterRecorder
+from ...policy.layers import reach_of
 from ...policy.model_folder import load_model_config, load_policy
 from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
@@ -119,15 +127,18 @@ class SlotDecoder:
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
         with exact_products(), _in_float32(model):
+            reach = reach_of(model)
             probes = _probes(model, reader)
-            plain = [_plain(model, probe) for probe in probes]
-            shape = _cache_shape(path, plain[0][1])
-            self.cache = SlotCache(shape, 1, max(len(probe.tokens) for probe in probes))
-            self._use_slots()
-            for probe, (plain_NV, _) in zip(probes, plain, strict=True):
-                self._check(path, probe, plain_NV)
+            with reach.narrowed(model) as self._reach:
+                plain = [_plain(path, model, probe) for probe in probes]
+                shape = _cache_shape(plain[0][1])
+                self.cache = SlotCache(shape, 1, max(len(probe.tokens) for probe in probes))
+                self._use_slots()
+                for probe, (plain_NV, _) in zip(probes, plain, strict=True):
+                    self._check(path, probe, plain_NV)
+        self._reach = reach
         shape = replace(shape, dtype=embedding.dtype)
-        self.cache = SlotCache(shape, max_slots, max_tokens, _free_cells(model, shape))
+        self.cache = SlotCache(shape, max_slots, max_tokens, _free_cells(model, shape, max_slots))
 
     def record_experts(self) -> None:
         """Record the experts of each token; raises ModelError if the model's cannot be recorded."""
@@ -153,7 +164,8 @@ class SlotDecoder:
 
         Spans of similar length share a forward pass.
         """
-        for batch in _batches(spans, _PREFILL_TOKENS[self.device.type]):
+        most = _PREFILL_TOKENS[self.device.type]
+        for batch in _batches(spans, most, equal=self.cache.is_recurrent):
             yield batch, self._prefill_batch([spans[index] for index in batch])
 
     def decode(
@@ -176,9 +188,8 @@ class SlotDecoder:
         slots = None if slots_B is None else torch.as_tensor(slots_B, device=self.device)
         self.cache.begin_decode(positions, length, slots)
         mask = None
-        if int(positions_B.min()) + 1 < length:
-            keys_T = torch.arange(length, device=self.device)
-            mask = self._additive((keys_T <= positions[:, None])[:, None, None])
+        if int(positions_B.min()) + 1 < length or self._is_limited(length):
+            mask = self._mask(positions[:, None], length)
         ids = torch.as_tensor(tokens_B.astype(np.int64), device=self.device)
         rotary = torch.as_tensor(positions_B + shift_B, device=self.device)
         return self._forward({"input_ids": ids[:, None]}, rotary[:, None], mask, adapters)
@@ -231,19 +242,35 @@ class SlotDecoder:
 
     def _prefill_mask(
         self, positions_BN: torch.Tensor, valid_BN: torch.Tensor | None, length: int | None
-    ) -> torch.Tensor | None:
-        """Return a causal mask over the slots' first `length` keys, or over the pass's own."""
+    ) -> Any:
+        """Return masks over the slots' first `length` keys, or over the pass's own."""
         if length is not None:
-            keys_T = torch.arange(length, device=self.device)
-            return self._additive((keys_T <= positions_BN[..., None])[:, None])
-        if valid_BN is None:
+            return self._mask(positions_BN, length)
+        width = positions_BN.shape[1]
+        if valid_BN is None and not self._is_limited(width):
             return None
-        columns_N = torch.arange(positions_BN.shape[1], device=self.device)
-        causal_NN = columns_N <= columns_N[:, None]
-        itself_NN = columns_N == columns_N[:, None]  # padding sees itself, to avoid NaN
-        return self._additive(((causal_NN & valid_BN[:, None]) | itself_NN)[:, None])
+        columns_N = torch.arange(width, device=self.device)
+        visible = (columns_N <= columns_N[:, None])[None]
+        if valid_BN is not None:
+            itself_NN = columns_N == columns_N[:, None]  # padding sees itself, to avoid NaN
+            visible = (visible & valid_BN[:, None]) | itself_NN
+        return self._additive(self._reach.masks(visible[:, None], positions_BN, positions_BN))
 
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+    def _mask(self, positions_BN: torch.Tensor, length: int) -> Any:
+        """Return masks of queries at these positions over their slots' first `length` keys."""
+        keys_T = torch.arange(length, device=self.device)
+        visible = (keys_T <= positions_BN[..., None])[:, None]
+        return self._additive(self._reach.masks(visible, positions_BN, keys_T[None]))
+
+    def _is_limited(self, length: int) -> bool:
+        """Whether some layer sees fewer than this many tokens."""
+        full_until = self._reach.full_until
+        return full_until is not None and length > full_until
+
+    def _additive(self, visible: Any) -> Any:
+        if isinstance(visible, dict):
+            by_kind = cast("dict[str, torch.Tensor]", visible)
+            return {kind: self._additive(mask) for kind, mask in by_kind.items()}
         mask = torch.zeros(visible.shape, dtype=self.cache.shape.dtype, device=self.device)
         return mask.masked_fill_(~visible, float("-inf"))
 
@@ -251,7 +278,7 @@ class SlotDecoder:
         self,
         read: dict[str, torch.Tensor],
         positions: torch.Tensor,
-        mask: torch.Tensor | None,
+        mask: Any,
         adapters: RowsOfAdapters,
     ) -> torch.Tensor:
         with self.adapters.using(adapters):
@@ -273,17 +300,13 @@ class SlotDecoder:
 
     def _check(self, path: str, probe: "_Probe", plain_NV: torch.Tensor) -> None:
         """Raise ModelError unless prefill, resumed prefill and decode agree with `plain_NV`."""
-        tokens, images, first, last = probe.tokens, probe.images, probe.first, len(probe.tokens) - 1
-        shift = 0 if images is None else images.shift
-        with torch.inference_mode():
-            rows = [
-                (first - 1, next(self.prefill([FedTokens(0, 0, tokens[:first], images)]))[1]),
-                (
-                    last - 1,
-                    next(self.prefill([FedTokens(0, first, tokens[first:last], images)]))[1],
-                ),
-                (last, self.decode(tokens[last:], np.array([last]), shift)),
-            ]
+        try:
+            rows = self._probed(probe)
+        except (ValueError, RuntimeError, TypeError, KeyError, IndexError) as error:
+            raise ModelError(
+                f"model {path} cannot be computed over the slot cache: {error}",
+                hint="set generator.engine=vllm, or choose another model",
+            ) from error
         scale = float(plain_NV.abs().max()) + 1e-6
         for position, logits in rows:
             worst = float((logits[0].float() - plain_NV[position]).abs().max()) / scale
@@ -293,6 +316,17 @@ class SlotDecoder:
                     f"forward pass (off by {worst:.1%})",
                     hint="its attention needs more than a causal mask: use another model or engine",
                 )
+
+    @torch.inference_mode()
+    def _probed(self, probe: "_Probe") -> list[tuple[int, torch.Tensor]]:
+        """Return positions and logits after a prefill, a resumed one, and a decode."""
+        tokens, images, first, last = probe.tokens, probe.images, probe.first, len(probe.tokens) - 1
+        shift = 0 if images is None else images.shift
+        return [
+            (first - 1, next(self.prefill([FedTokens(0, 0, tokens[:first], images)]))[1]),
+            (last - 1, next(self.prefill([FedTokens(0, first, tokens[first:last], images)]))[1]),
+            (last, self.decode(tokens[last:], np.array([last]), shift)),
+        ]
 
 
 @contextmanager
@@ -337,29 +371,39 @@ def _float32(value: Any) -> Any:
     return value.float() if _is_narrow(value) else value
 
 
-def _free_cells(model: PreTrainedModel, shape: CacheShape) -> int | None:
+def _free_cells(model: PreTrainedModel, shape: CacheShape, max_slots: int) -> int | None:
     """Return the tokens for whose keys and values a GPU has memory; None on a CPU.
 
-    The weights of the next version need memory, too.
+    The weights of the next version and the recurrent states of all slots need memory, too.
     """
-    if shape.device.type != "cuda":
+    if shape.device.type != "cuda" or not shape.token_bytes:
         return None
     cuda: Any = torch.cuda
     free_bytes, all_bytes = cuda.mem_get_info(shape.device)
     own_bytes = int(all_bytes * cuda.get_per_process_memory_fraction(shape.device))
     free_bytes = min(free_bytes, own_bytes - cuda.memory_allocated(shape.device))
-    weights = sum(weight.nbytes for weight in model.parameters())
-    return cache_cells(free_bytes, weights + PREFIX_CACHE_BYTES, shape.token_bytes)
+    other = sum(weight.nbytes for weight in model.parameters()) + max_slots * shape.slot_bytes
+    return cache_cells(free_bytes, other + PREFIX_CACHE_BYTES, shape.token_bytes)
+
+
+_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+"""What transformers keeps for the layers that the slot cache has, too."""
 
 
 def _check_layers(path: str, config: Any) -> None:
     layers = DynamicCache(config=config).layers
-    other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
     if other or not layers:
         raise ModelError(
-            f"model {path} has layers without full attention ({', '.join(other) or 'unknown'})",
-            hint="the transformers engine runs full-attention decoders such as Qwen3 or Llama; "
-            "choose such a model",
+            f"model {path} has layers that keep more than keys, values and recurrent states "
+            f"({', '.join(other) or 'unknown'})",
+            hint="set generator.engine=vllm, or choose another model",
         )
 
 
@@ -385,35 +429,57 @@ def _probes(model: PreTrainedModel, reader: vision.ImageReader | None) -> list[_
 
 
 @torch.inference_mode()
-def _plain(model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tensor, DynamicCache]:
-    """Run a plain forward pass; return its logits [N, V], and its keys and values."""
+def _plain(path: str, model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tensor, DynamicCache]:
+    """Run a plain forward pass; return its logits [N, V], and what it keeps for each layer."""
     ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
     more = {} if probe.images is None else vision.plain_inputs(ids, probe.images)
-    output = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, **more)
-    return cast("torch.Tensor", output.logits)[0].float(), output.past_key_values
+    cache = DynamicCache(config=model.config)
+    try:
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+    except (ValueError, TypeError) as error:
+        raise _own_cache(path) from error
+    if getattr(output, "past_key_values", None) is not cache:
+        raise _own_cache(path)
+    return cast("torch.Tensor", output.logits)[0].float(), cache
 
 
-def _cache_shape(path: str, cache: DynamicCache) -> CacheShape:
-    layers = cast("list[DynamicLayer]", cache.layers)
-    states = [cast("torch.Tensor", s) for layer in layers for s in (layer.keys, layer.values)]
-    if len({tuple(state.shape) for state in states}) != 1:
-        raise ModelError(
-            f"model {path} has keys and values of different shapes",
-            hint="use another model or engine",
-        )
-    _, kv_heads, _, head_size = states[0].shape
-    return CacheShape(len(layers), kv_heads, head_size, states[0].dtype, states[0].device)
+def _own_cache(path: str) -> ModelError:
+    return ModelError(
+        f"the class of model {path} keeps keys, values or states in a cache of its own",
+        hint="set generator.engine=vllm, or choose another model",
+    )
 
 
-def _batches(spans: Sequence[FedTokens], max_tokens: int) -> Iterator[list[int]]:
-    """Group spans so that padding at most doubles the work; resumed spans are separate."""
+def _cache_shape(cache: DynamicCache) -> CacheShape:
+    """Return what a plain pass has kept."""
+    layers: list[tuple[tuple[int, int], ...]] = []
+    kept: list[torch.Tensor] = []
+    slot_bytes = 0
+    for layer in cast("list[Any]", cache.layers):
+        own: list[torch.Tensor] = []
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            own = [cast("torch.Tensor", layer.keys), cast("torch.Tensor", layer.values)]
+        layers.append(tuple((states.shape[1], states.shape[3]) for states in own))
+        kept += own
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+            kept += (present := [each for each in states if each is not None])
+            slot_bytes += sum(each[0].nbytes for each in present)
+    return CacheShape(tuple(layers), kept[0].dtype, kept[0].device, slot_bytes)
+
+
+def _batches(spans: Sequence[FedTokens], max_tokens: int, *, equal: bool) -> Iterator[list[int]]:
+    """Group spans so that padding at most doubles the work; resumed spans are separate.
+
+    `equal`: without padding.
+    """
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens)))
     batch: list[int] = []
     for index in order:
         length = len(spans[index].tokens)
         if batch and (
             (len(batch) + 1) * length > max_tokens
-            or length > 2 * len(spans[batch[0]].tokens) + 16
+            or length > (1 if equal else 2) * len(spans[batch[0]].tokens) + (0 if equal else 16)
             or (spans[index].start > 0) != (spans[batch[0]].start > 0)
         ):
             yield batch

@@ -73,7 +73,7 @@ class TransformersEngine:
             version,
             partial(self._post, self._deliver),
             partial(self._post, self._fail_all),
-            prefix_cache_bytes // decoder.cache.shape.token_bytes,
+            prefix_cache_bytes,
         )
         self._thread = threading.Thread(target=self._worker.run, name="engine", daemon=True)
         self._thread.start()

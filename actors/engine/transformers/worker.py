@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.adapted_layers import LowRank
+from ...policy.layers import decoder_of
 from ...policy.vision import SeenImages
 from .. import engine
 from ..sampling import Constraining, Draw, draw
@@ -36,7 +37,7 @@ from .adapters import (
     RowsOfAdapters,
 )
 from .decoder import FedTokens, SlotDecoder
-from .kv_cache import LEAST_SHARED, CachedPrefix, PrefixCache, PromptCache, num_shared
+from .kv_cache import LEAST_SHARED, CachedPrefix, PrefixCache, PromptCache
 from .rows import IndexVector, RowRequest, RowTable
 
 # -- log-probs of prompts --------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class PromptScorer:
         decoder, model = self._decoder, cast(Any, self._decoder.model)
         decoder.cache.begin_scoring()
         ids = torch.as_tensor(ids_BN, device=decoder.device)
-        output = (model if logits else model.get_decoder())(
+        output = (model if logits else decoder_of(model))(
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1], device=decoder.device).expand_as(ids),
             attention_mask=None,
@@ -177,7 +178,7 @@ class EngineWorker:
         version: int,
         deliver: Callable[[list[Outcome]], None],
         ended: Callable[[EngineError], None],
-        prefix_cache_tokens: int,
+        prefix_cache_bytes: int,
     ) -> None:
         self.version = version
         self.has_weights = True
@@ -193,8 +194,9 @@ class EngineWorker:
         self._rows = RowTable(
             decoder.cache.max_slots, decoder.cache.max_tokens, decoder.expert_shape
         )
-        self._prompt_cache = PromptCache(prefix_cache_tokens // _PROMPTS_PART)
-        self._prefix_cache = PrefixCache(prefix_cache_tokens - prefix_cache_tokens // _PROMPTS_PART)
+        for_prompts = prefix_cache_bytes // _PROMPTS_PART
+        self._prompt_cache = PromptCache(decoder.cache.shape, for_prompts)
+        self._prefix_cache = PrefixCache(prefix_cache_bytes - for_prompts)
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
         self._num_adapted = 0
@@ -419,7 +421,7 @@ class EngineWorker:
             other.is_shareable
             and other.serial == group.serial
             and self._prompt_cache.admits(other.prompt)
-            and num_shared(group.prompt[:-1], other.prompt) >= LEAST_SHARED
+            and self._prompt_cache.num_shared(group.prompt, other.prompt) >= LEAST_SHARED
         )
 
     def _begin(self, group: "_PromptGroup") -> FedTokens:

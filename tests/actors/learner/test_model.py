@@ -133,7 +133,7 @@ def test_logits_that_are_more_than_the_output_layer_are_found_out(make: Any, ful
     assert Scorer(fresh, temperature=1.0).full_logits is full
 
 
-def test_a_model_with_memory_outside_attention_is_refused() -> None:
+def test_each_sequence_of_a_recurrent_model_has_a_row() -> None:
     config = Qwen3NextConfig(
         **SMALL,
         layer_types=["linear_attention", "full_attention"],
@@ -146,23 +146,36 @@ def test_a_model_with_memory_outside_attention_is_refused() -> None:
         linear_key_head_dim=8,
         linear_value_head_dim=8,
     )
-    with pytest.raises(ModelError, match=r"qwen3_next.* layers of kind linear_attention"):
-        Scorer(Qwen3NextForCausalLM(config), temperature=1.0)
+    scorer = Scorer(_random(Qwen3NextForCausalLM(config)), temperature=1.0)
+    assert scorer.one_per_row
+    ours, plain = _scored(scorer, share_prompts=True)
+    torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
 
 
 class _Leaky(MistralForCausalLM):
-    """A model whose tokens see their neighbours, whatever the mask says."""
+    """A model whose tokens see a neighbour, whatever the mask says."""
+
+    shift = 1
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
         """Mix the logits of adjacent columns."""
         output: Any = super().forward(*args, **arguments)
-        output.logits = output.logits + output.logits.roll(1, dims=1)
+        output.logits = output.logits + output.logits.roll(self.shift, dims=1)
         return output
 
 
-def test_sequences_that_see_each_other_are_refused() -> None:
+def test_sequences_that_see_each_other_have_a_row_each() -> None:
+    scorer = Scorer(_random(_Leaky(MistralConfig(**SMALL))), temperature=1.0)
+    ours, plain = _scored(scorer, share_prompts=True)
+    torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Leaky, "shift", -1)
     model = _random(_Leaky(MistralConfig(**SMALL)))
-    with pytest.raises(ModelError, match="change each other's log-probs"):
+    with pytest.raises(ModelError, match="change each other's log-probs, and padding"):
         Scorer(model, temperature=1.0)
 
 
