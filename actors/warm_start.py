@@ -190,13 +190,14 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     with Progress(console=Console(stderr=True, emoji=False), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = rng.choices(known, k=recipe.batch)
-            (packed,) = pack(
+            micros = pack(
                 rows,
                 max_row_tokens=max_row_tokens,
                 microbatch_tokens=_BATCH_TOKENS,
+                one_per_row=scorer.one_per_row,
                 see=lambda row: seen.get(row.images),
             )
-            loss = -scorer.score(packed).logprobs_N.mean()
+            loss = -torch.cat([scorer.score(packed).logprobs_N for packed in micros]).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

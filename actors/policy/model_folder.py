@@ -284,7 +284,7 @@ def load_causal_lm(
     path: str,
     *,
     dtype: "torch.dtype",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     hollow: bool = False,
 ) -> "PreTrainedModel":
@@ -376,7 +376,7 @@ def load_policy(
     base: "PreTrainedModel | None" = None,
     seed: int = 0,
     dtype: "torch.dtype",
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     hollow: bool = False,
 ) -> "PreTrainedModel":

@@ -227,16 +227,17 @@ class Scorer:
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
-        self.one_per_row = False
-        """Whether each row must hold one sequence, as for recurrent layers."""
+        self.one_per_row = is_recurrent(config)
+        """Whether each row holds one sequence, since a state would go on into the next one."""
         self._temperature = temperature
         self._chunk_bytes = chunk_bytes or LOGITS_BYTES[self.device.type == "cuda"]
         with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
             self._reach = self.inside.compute(lambda: reach_of(model))
-            if is_recurrent(config) or not self._shares_rows():
-                self.one_per_row = True
+            if self.one_per_row:
                 self._check_padding()
+            else:
+                self._check_packing()
 
     @property
     def device(self) -> torch.device:
@@ -321,6 +322,8 @@ class Scorer:
         """
         attention: dict[str, Any]
         if self.one_per_row:
+            if int(packed.segment_ids_BT.max()) > 1:
+                raise ValueError("the model reads one sequence per row, and a row has several")
             attention = {"attention_mask": None}  # causal: no token sees the padding behind it
         elif self.flat_rows:
             packed = with_runs(flatten(packed)) if packed.runs is None else packed
@@ -387,8 +390,8 @@ class Scorer:
             hook.remove()
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
 
-    def _shares_rows(self) -> bool:
-        """Return whether sequences of one row do not see each other.
+    def _check_packing(self) -> None:
+        """Check that sequences of one row do not see each other; raise ModelError otherwise.
 
         The log-probs of a sequence must not change with its neighbours, and must equal those in a
         separate row. In 16 bits, rounding depends on the length of rows and on the experts' token
@@ -400,8 +403,12 @@ class Scorer:
         first, second, same_prompt = ids[:8], ids[8:16], np.concatenate([ids[:4], ids[16:]])
         try:
             scores_P = self._probe(first, second, same_prompt)
-        except (ValueError, RuntimeError, TypeError, IndexError):  # it takes no such mask
-            return False
+        except (ValueError, TypeError, IndexError) as error:
+            raise ModelError(
+                f"a model of type {self._kind!r} cannot be trained: it takes no mask for packed "
+                f"rows ({error})",
+                hint="use a model of another family, such as Qwen3 or Llama",
+            ) from error
         beside_P = self._probe(np.concatenate([ids[:4], other[4:8]]), second, same_prompt)
         before_P = self._probe(first, np.concatenate([other[8:9], second[1:]]), same_prompt)
         alone_P = torch.cat([self._probe(each) for each in (first, second, same_prompt)])
@@ -414,23 +421,39 @@ class Scorer:
         in_half = self.inside.dtype != torch.float32
         allowed = max(0.1, own / 4, 3 * rounding) if in_half else _EXACT
         allowed_moved = max(0.1, own / 20) if in_half and routers_of(self._model) else _EXACT
-        return moved <= allowed_moved and apart <= allowed
+        if not (moved <= allowed_moved and apart <= allowed):
+            raise ModelError(
+                f"a model of type {self._kind!r} cannot be trained: sequences that share a row "
+                f"change each other's log-probs by {max(moved, apart):.2g}",
+                hint="use a model in which a token sees only what its mask shows",
+            )
 
     def _check_padding(self) -> None:
-        """Raise ModelError unless the log-probs of padded rows are those of rows alone."""
+        """Raise ModelError unless log-probs in padded rows are those of the model's own pass."""
         ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
         sequences = ids, ids[1:], ids[:-1]
-        together_P = self._probe(*sequences, one_per_row=True)
-        alone_P = torch.cat([self._probe(each, one_per_row=True) for each in sequences])
-        padded = float((together_P - alone_P).abs().max())
+        padded_P = self._probe(*sequences, one_per_row=True)
+        alone_P = torch.cat([self._alone(each) for each in sequences])
+        changed = float((padded_P - alone_P).abs().max())
         allowed = 0.1 if self.inside.dtype != torch.float32 else _EXACT
-        if not padded <= allowed:
-            kind = cast(Any, self._model).config.model_type
+        if not changed <= allowed:
             raise ModelError(
-                f"a model of type {kind!r} cannot be trained: sequences of one row change each "
-                f"other's log-probs, and padding behind a sequence changes them by {padded:.2g}",
+                f"a model of type {self._kind!r} cannot be trained: padding behind a sequence "
+                f"changes its log-probs by {changed:.2g}",
                 hint="use a model in which a token sees only tokens before it",
             )
+
+    @property
+    def _kind(self) -> str:
+        return cast(Any, self._model).config.model_type
+
+    def _alone(self, ids: NDArray[np.int64]) -> Tensor:
+        """Return the log-probs that `_probe` returns of one sequence, by the model's own pass."""
+        tokens = torch.as_tensor(ids, device=self.device)
+        logits = self.inside.compute(lambda: self._model(input_ids=tokens[None], use_cache=False))
+        places = len(ids) - torch.tensor([4, 3, 1], device=self.device)
+        logprobs = (logits.logits[0].float() / self._temperature).log_softmax(-1)
+        return logprobs[places - 1, tokens[places]]
 
     def _probe(self, *sequences: NDArray[np.int64], one_per_row: bool = False) -> Tensor:
         """Return the log-probs of three tokens of each of several sequences in one micro-batch."""

@@ -81,6 +81,11 @@ def _divide_attention(model: nn.Module, share: SequenceGroup) -> None:
 
     Raises ConfigError for a model whose heads cannot be divided.
     """
+    if (reason := needs_masks(model)) is not None:
+        raise ConfigError(
+            f"learner.context_parallel={share.size} cannot divide this model: {reason}",
+            hint="set learner.context_parallel=1",
+        )
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -445,7 +445,7 @@ def _plain(path: str, model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tens
 
 def _own_cache(path: str) -> ModelError:
     return ModelError(
-        f"the class of model {path} keeps keys, values or states in a cache of its own",
+        f"model {path} has a class with a cache of its own for its keys, values or states",
         hint="set generator.engine=vllm, or choose another model",
     )
 

@@ -42,12 +42,13 @@ def pack_data(
     microbatch_tokens: int,
     hidden_size: int,
     share_prompts: bool,
+    one_per_row: bool = False,
 ) -> list[MicroBatch]:
     """Pack the tokens of data into micro-batches of at most `microbatch_tokens`, padding included.
 
     `index_N` of a micro-batch has its positions among those of all data in order. A longer datum
     has a micro-batch of its own. With `share_prompts` a row contains a common prefix of its data
-    once. Deterministic.
+    once; with `one_per_row` it contains one datum. Deterministic.
     """
     sequences = [_sequence(token) for token in tokens]
     lengths = np.array([len(token) for token in tokens], dtype=np.int64)
@@ -64,6 +65,7 @@ def pack_data(
             max_row_tokens=columns,
             microbatch_tokens=columns,
             share_prompts=share_prompts,
+            one_per_row=one_per_row,
             hidden_size=hidden_size,
         )
         micros += [
@@ -129,6 +131,7 @@ class LossPass:
             microbatch_tokens=base.microbatch_tokens,
             hidden_size=base.scorer.hidden_size,
             share_prompts=base.share_prompts,
+            one_per_row=base.scorer.one_per_row,
         )
         self._next: NextMicroBatch | None = None
         self._first_P = np.cumsum(batch.count_P) - batch.count_P

@@ -13,6 +13,7 @@ from tinkermq.actors.engine.transformers.kv_cache import (
     CacheShape,
     PromptCache,
     SlotCache,
+    SlotStates,
     cache_cells,
 )
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
@@ -22,7 +23,11 @@ from tests.support.models import make_tiny_model, save_tiny_model
 
 torch.set_num_threads(1)
 
-SHAPE = CacheShape(2, 2, 4, torch.float32, torch.device("cpu"))
+SHAPE = CacheShape((((2, 4), (2, 4)),) * 2, torch.float32, torch.device("cpu"))
+
+
+ONE = CacheShape((((1, 1),),), torch.float32, torch.device("cpu"))
+"""A token takes four bytes."""
 
 
 def _cells(cache: SlotCache) -> int:
@@ -45,9 +50,10 @@ def test_what_rows_have_stored_stays_when_their_cache_grows() -> None:
     cache.reserve(4, 60)
     states = torch.randn(4, 4, 2, 50, 4)
     for slot in range(4):
-        cache.put(slot, states[slot])
+        cache.put(slot, SlotStates(tuple(states[slot])))
     cache.reserve(4, 1000)
-    assert all(torch.equal(cache.read(slot, 50), states[slot]) for slot in range(4))
+    for slot in range(4):
+        assert torch.equal(torch.stack(cache.read(slot, 50).parts), states[slot])
     assert _cells(cache) <= 4096
 
 
@@ -67,7 +73,7 @@ def test_the_bound_is_what_is_left_beside_the_next_weights() -> None:
 
 
 def _computed(*tokens: int, serial: int = 0) -> CachedPrefix:
-    states = torch.arange(len(tokens)).view(1, 1, -1, 1)
+    states = SlotStates((torch.arange(len(tokens), dtype=torch.float32).view(1, -1, 1),))
     return CachedPrefix(np.array(tokens, np.int32), states, None, serial)
 
 
@@ -76,12 +82,13 @@ def _found(cache: PromptCache, *tokens: int, serial: int = 0) -> int:
     if found is None:
         return 0
     assert found.tokens.tolist() == list(tokens[: len(found.tokens)])
-    assert found.states.flatten().tolist() == list(range(len(found.tokens)))
+    [part] = found.states.parts
+    assert part.flatten().tolist() == list(range(len(found.tokens)))
     return len(found.tokens)
 
 
 def test_a_prompt_begins_with_the_most_that_another_has_in_common_with_it() -> None:
-    cache = PromptCache(100)
+    cache = PromptCache(ONE, 400)
     cache.keep(_computed(*range(20), 50, 51))
     cache.keep(_computed(*range(20), 60, 61))
     assert _found(cache, *range(20), 60, 62) == 21
@@ -96,13 +103,13 @@ def test_a_prompt_begins_with_the_most_that_another_has_in_common_with_it() -> N
 
 
 def test_prompts_of_no_use_for_the_longest_time_give_way() -> None:
-    cache = PromptCache(100)
+    cache = PromptCache(ONE, 400)
     for first in (100, 200, 300, 400):
         cache.keep(_computed(*range(first, first + 25)))
     assert _found(cache, *range(100, 125)) == 24
     cache.keep(_computed(*range(500, 525)))
     assert [_found(cache, *range(first, first + 25)) for first in (100, 200, 300)] == [24, 0, 24]
-    many = PromptCache(10_000)
+    many = PromptCache(ONE, 40_000)
     for number in range(17):
         many.keep(_computed(*range(100 * number, 100 * number + 20)))
     assert (_found(many, *range(20)), _found(many, *range(100, 120))) == (0, 19)

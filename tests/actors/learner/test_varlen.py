@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tinkermq.actors.policy.layers import needs_masks
 from tinkermq.actors.training import varlen
 from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.micro_batch import MicroBatch
@@ -30,7 +31,6 @@ from tinkermq.actors.training.varlen import (
     kernel_arguments,
     register_kernel,
     sdpa_by_sequence,
-    set_attention,
     with_runs,
 )
 from tinkermq.schemas.config.job import JobConfig
@@ -249,13 +249,14 @@ def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
         choose_attention("varlen", PLAIN, GPU, torch.bfloat16)
 
 
-def test_a_model_whose_attention_has_sinks_is_refused() -> None:
+def test_an_attention_without_masks_is_refused_for_a_model_that_needs_them() -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8}
     heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_local_experts=2))
-    for chosen in ("sdpa", "varlen"):
-        with pytest.raises(ConfigError, match="attention has sinks, which no kernel here"):
-            set_attention(model, chosen, CPU)
+    reason = needs_masks(model)
+    assert choose_attention("auto", model.config, GPU, torch.bfloat16, reason) == "sdpa"
+    with pytest.raises(ConfigError, match="cannot compute this model: its attention has sinks"):
+        choose_attention("varlen", model.config, GPU, torch.bfloat16, reason)
 
 
 def test_capped_scores_are_those_of_transformers() -> None:
