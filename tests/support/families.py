@@ -133,7 +133,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("Helium", {}),
     "jais2": ("Jais 2", {}),
     "jamba": ("Jamba", {"layer_types": None, "attn_layer_period": 2, "attn_layer_offset": 1}),
-    "kimi_linear": ("Kimi Linear", {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2}),
+    "kimi_linear": (
+        "Kimi Linear",
+        {
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "num_experts_per_token": 2,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+    ),
     "lfm2": ("LFM2", {"layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe": ("LFM2 with experts", {"layer_types": ["conv", "full_attention"] * 2}),
     "llama": ("Llama 2 and 3, SmolLM2", {}),

@@ -1,0 +1,29 @@
+"""Whole runs with models of other kinds of layers than full attention."""
+
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.policy.tiny_models import END, PAD, SPECIAL_TOKENS, make_tokenizer
+
+from tests.support.configs import small_job
+from tests.support.families import make_model
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_5_text"])
+async def test_a_run_with_windows_sinks_or_recurrent_layers_is_replayed_to_the_bit(
+    stack: Stack, tmp_path: Path, family: str
+) -> None:
+    model = make_model(family)
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id = SPECIAL_TOKENS.index(END)
+        settings.pad_token_id = SPECIAL_TOKENS.index(PAD)
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    job = await stack.submit(small_job(tmp_path, training={"num_steps": 10}))
+    await job.until("COMPLETED")
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
