@@ -27,6 +27,8 @@ A compiled schema grows with it: 100 million take gigabytes and minutes."""
 MAX_PENALTY = 2.0
 """Absolute value of presence and frequency penalties, as OpenAI bounds them."""
 MAX_REPETITION = 10.0
+MAX_BIAS = 100.0
+"""Absolute value of a token's bias, as OpenAI bounds it."""
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens per position, as OpenAI bounds them."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
