@@ -82,7 +82,7 @@ class SchemaError(ConfigError):
 
 class OutputFormat(Message):
     """Required form of an answer: JSON of `json_schema`, calls of `functions`, or either if both
-    are set.
+    are set; or a text of `regex`, `choices` or `grammar`.
 
     Tokens that violate it are not drawn, nor is the end of the answer until it is complete.
     Log-probs are those of the model alone.
@@ -94,6 +94,12 @@ class OutputFormat(Message):
     """Tools, of which at least one is called."""
     is_single: bool = False
     """Exactly one tool is called."""
+    regex: str = Field(default="", max_length=MAX_SCHEMA_CHARS)
+    """Regular expression of the whole answer, without look-around."""
+    choices: list[str] = Field(default_factory=list[str], max_length=1024)
+    """Texts of which the answer is one."""
+    grammar: str = Field(default="", max_length=MAX_SCHEMA_CHARS >> 3)
+    """Context-free grammar in Lark's or GBNF's form, with the rule `start` or `root`."""
 
 
 def check_schema(schema: Any, place: str) -> None:

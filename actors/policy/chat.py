@@ -25,13 +25,15 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
+import jinja2
 import numpy as np
+from jinja2 import meta
 
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.model_apis.canonical import THINK
 from ...schemas.wire.array import IntVector
-from ...schemas.wire.errors import DataError, ModelError
+from ...schemas.wire.errors import ConfigError, DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
 from . import model_folder
 from .call_form import CallForm, find_call_form
@@ -63,6 +65,30 @@ _MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
 """Form of a marker that a template writes around roles, unlike the words of a vocabulary."""
 _BETWEEN = ("\n", "a", "0", ".", "一")
 """Texts before which nothing joins: a piece encoded after one has no token of a text's start."""
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tags of transformers' own around an answer."""
+_OWN_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "strftime_now",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Variables of templates, and arguments of transformers, that no request sets."""
 _TAIL = 24
 """Last tokens of a prompt that are searched for the start of reasoning."""
 _SHOWN = 60
@@ -168,11 +194,37 @@ class ChatTokenizer:
         """
         if not self._asks_time or seconds == self._time:
             return self
+        return self._changed(_time=seconds)
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Return the same templating with other values of the template's variables.
+
+        Raises ConfigError for one that the template does not have, unless it asks for nothing, and
+        for those of messages, tools and the tokenizer.
+        """
+        known = self.template_options
+        for name, value in options.items():
+            if name not in known and value:
+                raise ConfigError(
+                    f"the chat template has no variable {name!r:.80} that a request may set",
+                    hint=f"it has: {', '.join(sorted(known)) or 'none'}",
+                )
+        chosen = {name: value for name, value in options.items() if name in known}
+        return self._changed(_template_kwargs=self._template_kwargs | chosen) if chosen else self
+
+    def _changed(self, **attributes: Any) -> Self:
         other = copy.copy(self)
-        other._time = seconds
-        head = other._rendered(_STAND_IN, prompt=False) or ""
-        other._before = _until_reply(head)
+        vars(other).update(attributes)
+        other._before = _until_reply(other._rendered(_STAND_IN, prompt=False) or "")
         return other
+
+    @property
+    def template_options(self) -> frozenset[str]:
+        """Variables of the template that a request may set, such as `enable_thinking`."""
+        if "options" not in self.findings:
+            own = {*_OWN_VARIABLES, *cast("Any", self._tokenizer).special_tokens_map}
+            self.findings["options"] = frozenset(_variables_of(self.template) - own)
+        return self.findings["options"]
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -743,6 +795,16 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
         reader = load_image_reader(model.path, trust_remote_code=trust)
     stops, kwargs = model_folder.load_stop_token_ids(model.path), model.template_kwargs
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
+
+
+def _variables_of(template: str) -> set[str]:
+    """Return the variables that a chat template reads without setting them; empty if unreadable."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701 - no HTML
+    try:
+        parsed = environment.parse(_GENERATION.sub("", template))
+    except jinja2.TemplateSyntaxError:
+        return set()
+    return meta.find_undeclared_variables(parsed) - environment.globals.keys()
 
 
 def _hides_reply() -> ModelError:
