@@ -298,12 +298,14 @@ async def test_biases_and_excluded_tokens_change_what_is_drawn_and_not_what_is_r
     assert await drawn(allowed_token_ids=(7, 8), bad_words=((7,),)) == [8] * 8
     assert plain[0] not in await drawn(bad_words=((plain[0],),))
     pair = await drawn(bad_words=((plain[0], plain[1]),))
-    assert pair[0] == plain[0] and pair[1] != plain[1]
+    assert pair[0] == plain[0]
+    assert pair[1] != plain[1]
     assert await drawn(min_p=1.0, temperature=1.0, seed=1) == plain
     stops = {"stop_token_ids": (plain[0],)}
     assert await drawn(**stops) == plain[:1]
     late = await drawn(**stops, min_tokens=3)
-    assert len(late) >= 4 and plain[0] not in late[:3]
+    assert len(late) >= 4
+    assert plain[0] not in late[:3]
     begun = Sampling(8, temperature=0.0, num_drawn=3, **stops, min_tokens=3)
     prompt = np.concatenate([PROMPT, late[:3]]).astype(np.int32)
     rest = await engine.generate(prompt, begun, request_id="begun")
