@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from tinkermq.clients import AsyncInferenceSchedulerClient
 
-from tests.agents.published import AGENTS
+from tests.agents.published import AGENTS, PROGRAMS
 from tests.support.gateway import Gateway, run_gateway
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
 EVALS = Path(__file__).parent / "evals"
 RUN_S = 300.0
 """They import large frameworks, from a cold disk at first."""
+KEYS = {"OPENAI_API_KEY": "none", "LOCAL_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -70,7 +71,7 @@ async def lm_eval(kind: str, tasks: str, folder: Path, **arguments: Any) -> Mapp
     words = ["--tasks", tasks, "--include_path", str(folder), "--log_samples"]
     words += ["--output_path", str(out), "--model", kind, "--model_args"]
     words.append(",".join(f"{name}={value}" for name, value in arguments.items()))
-    await run("lm-eval", "lm_eval", *words, folder=folder, OPENAI_API_KEY="none")
+    await run("lm-eval", "lm_eval", *words, folder=folder, **KEYS)
     return {
         path.name.split("_")[1]: [json.loads(line) for line in path.read_text().splitlines()]
         for path in out.rglob("samples_*.jsonl")
@@ -95,3 +96,39 @@ async def test_lm_eval_gets_the_log_likelihoods_that_it_computes_itself(
             assert got[1] == expected[1]
     written = [[row["filtered_resps"] for row in rows["written"]] for rows in (through, own)]
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("options", [(), ('["seed", 3]', '["logit_bias", {"65": 1}]')])
+async def test_inspect_runs_over_chat_completions(
+    served: tuple[Gateway, str], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    gateway, name = served
+    told = await inspect(f"openai-api/local/{name}", f"{gateway.url}/v1", tmp_path, *options)
+    assert told == {"plain": "success", "tools": "success", "chosen": "success"}
+
+
+async def test_inspect_runs_over_responses(served: tuple[Gateway, str], tmp_path: Path) -> None:
+    gateway, name = served
+    told = await inspect(f"openai/{name}", f"{gateway.url}/v1", tmp_path)
+    assert set(told.values()) == {"success"}
+
+
+async def test_inspect_runs_over_messages(served: tuple[Gateway, str], tmp_path: Path) -> None:
+    """Its default `max_tokens` is larger than the model's context."""
+    gateway, name = served
+    told = await inspect(f"anthropic/{name}", gateway.url, tmp_path)
+    assert set(told.values()) == {"success"}
+
+
+async def inspect(model: str, url: str, folder: Path, *options: str) -> Mapping[str, str]:
+    """Run inspect-ai; return the state of each task."""
+    words = (str(PROGRAMS / "with_inspect.py"), model, url, *options)
+    output = await run("inspect-ai", "python", *words, folder=folder, **KEYS)
+    logs = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {log["task"]: log["status"] for log in logs}
+
+
+async def test_simple_loops_run(served: tuple[Gateway, str], tmp_path: Path) -> None:
+    gateway, name = served
+    program = str(PROGRAMS / "with_loops.py")
+    await run("inspect-ai", "python", program, name, gateway.url, folder=tmp_path, **KEYS)
