@@ -4,6 +4,7 @@ import codecs
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation
@@ -57,7 +58,10 @@ def read_chat(body: Any) -> ModelRequest:
         return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
     )
     _refuse_streamed_scores(request)
-    return request
+    if prompt_logprobs is None:
+        return request
+    name = "prompt_logprobs"
+    return replace(request, served_only={**request.served_only, name: name})
 
 
 def read_completion(body: Any) -> ModelRequest:
