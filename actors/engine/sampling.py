@@ -93,9 +93,9 @@ class RowConstraint:
             logits_V[at] += torch.as_tensor(biases, device=logits_V.device, dtype=logits_V.dtype)
         if sampling.allowed_token_ids:
             at = torch.as_tensor(sampling.allowed_token_ids, device=logits_V.device)
-            kept = logits_V[at]
+            own = logits_V[at]
             logits_V.fill_(_EXCLUDED)
-            logits_V[at] = kept
+            logits_V[at] = own
         excluded = [
             word[-1]
             for word in sampling.bad_words

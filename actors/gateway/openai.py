@@ -42,13 +42,13 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.model_apis import answers
 from ...schemas.model_apis.chat import CHAT, COMPLETIONS
 from ...schemas.model_apis.messages import MESSAGES
+from ...schemas.model_apis.neutral import is_label
 from ...schemas.model_apis.reading import AnswerReader
 from ...schemas.model_apis.request import (
     Fields,
     ModelRequest,
     RequestError,
     bounds_error,
-    is_label,
     json_of,
     served_request,
 )
@@ -258,7 +258,7 @@ _KEEPALIVE_S = 15.0
 _CLIENT_CLOSED = 499
 _SHOWN = 100
 _MANNERS = frozenset({"text.verbosity", "thinking.budget_tokens", "thinking.display", "verbosity"})
-"""Fields that ask for a manner that models here cannot choose: their answers are no others."""
+"""Fields that ask for a manner that models here cannot choose: they do not change an answer."""
 _SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
 """Fields with an effect only for served models; in an episode answers are trained as generated."""
 _HINTS = {
@@ -579,11 +579,11 @@ class ModelEndpoints:
         broker = await self._broker_of(request)
         body = json_of(await request.body())
         is_chat = isinstance(body, dict) and "messages" in body
-        asked = (CHAT if is_chat else COMPLETIONS).read(body)
-        _check(asked)
-        if len(asked.prompts) > 1:
+        model_request = (CHAT if is_chat else COMPLETIONS).read(body)
+        _check(model_request)
+        if len(model_request.prompts) > 1:
             raise RequestError("prompt must be one text", param="prompt")
-        part = await self._answering.of_prompt(request, broker, asked, token_ids=True)
+        part = await self._answering.of_prompt(request, broker, model_request, token_ids=True)
         counted = {"count": part.prompt_tokens, "max_model_len": part.max_context}
         return JSONResponse({**counted, "tokens": part.prompt_token_ids[0], "token_strs": None})
 
@@ -592,17 +592,17 @@ class ModelEndpoints:
         broker = await self._broker_of(request)
         fields = Fields(json_of(await request.body()))
         tokens = fields.items("tokens")
-        asked = COMPLETIONS.read({"model": fields.any("model"), "prompt": tokens})
-        _check(replace(asked, without_effect=fields.unread()))
-        part = await self._answering.of_prompt(request, broker, asked, echo=True)
+        model_request = COMPLETIONS.read({"model": fields.any("model"), "prompt": tokens})
+        _check(replace(model_request, without_effect=fields.unread()))
+        part = await self._answering.of_prompt(request, broker, model_request, echo=True)
         return JSONResponse({"prompt": part.deltas[0].text})
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of a conversation's tokens, as Messages does."""
         broker = await self._broker_of(request)
-        asked = MESSAGES.read(json_of(await request.body()))
-        _check(asked)
-        part = await self._answering.of_prompt(request, broker, asked)
+        model_request = MESSAGES.read(json_of(await request.body()))
+        _check(model_request)
+        part = await self._answering.of_prompt(request, broker, model_request)
         return JSONResponse({"input_tokens": part.prompt_tokens})
 
 

@@ -16,7 +16,6 @@ rendering; `at` returns the same templating at another time.
 """
 
 import copy
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,19 +24,18 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
-import jinja2
 import numpy as np
-from jinja2 import meta
 
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.model_apis.canonical import THINK
 from ...schemas.wire.array import IntVector
-from ...schemas.wire.errors import ConfigError, DataError, ModelError
+from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
 from . import model_folder
 from .call_form import CallForm, find_call_form
-from .token_text import SpecialText, TokenBytes, special_tokens
+from .template_variables import settable, variables_of
+from .token_text import SpecialText, TokenBytes, marks_of
 from .vision import check_seen, with_room
 
 if TYPE_CHECKING:
@@ -61,34 +59,8 @@ _REASONED = (
     "more\n</think>\n\na second reply",
     "and more\n</think>\n\na third reply",
 )
-_MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
-"""Form of a marker that a template writes around roles, unlike the words of a vocabulary."""
 _BETWEEN = ("\n", "a", "0", ".", "一")
 """Texts before which nothing joins: a piece encoded after one has no token of a text's start."""
-_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags of transformers' own around an answer."""
-_OWN_VARIABLES = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "raise_exception",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "strftime_now",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Variables of templates, and arguments of transformers, that no request sets."""
 _TAIL = 24
 """Last tokens of a prompt that are searched for the start of reasoning."""
 _SHOWN = 60
@@ -157,7 +129,7 @@ class ChatTokenizer:
         self._proven_tools = set[str]()
         self._token_texts: dict[int, str] = {}
         self._token_bytes: TokenBytes | None = None
-        self._marks = _marks_of(tokenizer)
+        self._marks = marks_of(tokenizer)
         self._texts = SpecialText(tokenizer)
         self._depends_on_place = self._is_other_behind_text()
         chats = must_chat or self._has_template
@@ -202,14 +174,7 @@ class ChatTokenizer:
         Raises ConfigError for one that the template does not have, unless it asks for nothing, and
         for those of messages, tools and the tokenizer.
         """
-        known = self.template_options
-        for name, value in options.items():
-            if name not in known and value:
-                raise ConfigError(
-                    f"the chat template has no variable {name!r:.80} that a request may set",
-                    hint=f"it has: {', '.join(sorted(known)) or 'none'}",
-                )
-        chosen = {name: value for name, value in options.items() if name in known}
+        chosen = settable(options, self.template_options)
         return self._changed(_template_kwargs=self._template_kwargs | chosen) if chosen else self
 
     def _changed(self, **attributes: Any) -> Self:
@@ -222,8 +187,8 @@ class ChatTokenizer:
     def template_options(self) -> frozenset[str]:
         """Variables of the template that a request may set, such as `enable_thinking`."""
         if "options" not in self.findings:
-            own = {*_OWN_VARIABLES, *cast("Any", self._tokenizer).special_tokens_map}
-            self.findings["options"] = frozenset(_variables_of(self.template) - own)
+            own = cast("Any", self._tokenizer).special_tokens_map
+            self.findings["options"] = variables_of(self.template).difference(own)
         return self.findings["options"]
 
     def prompt(
@@ -797,16 +762,6 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
 
 
-def _variables_of(template: str) -> set[str]:
-    """Return the variables that a chat template reads without setting them; empty if unreadable."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701 - no HTML
-    try:
-        parsed = environment.parse(_GENERATION.sub("", template))
-    except jinja2.TemplateSyntaxError:
-        return set()
-    return meta.find_undeclared_variables(parsed) - environment.globals.keys()
-
-
 def _hides_reply() -> ModelError:
     return ModelError(
         "the chat template does not show an assistant's reply as it is",
@@ -823,14 +778,6 @@ def _num_shared(left: str, other: str) -> int:
 def _until_reply(rendered: str) -> str:
     """Return a rendering up to the end of the sample reply; empty if it is not in it."""
     return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
-
-
-def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Return the special tokens, and added ones that look like markers of a template."""
-    added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
-    marks = {int(number): str(token.content) for number, token in added}
-    marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
-    return marks | {number: name for name, number in special_tokens(tokenizer).items()}
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

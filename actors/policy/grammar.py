@@ -493,7 +493,7 @@ def _text(text: str) -> str:
 
 
 def _text_rule(form: OutputFormat) -> str:
-    """Return the expression of a text that is no JSON."""
+    """Return the expression of a text other than JSON."""
     if form.choices:
         return " | ".join(map(_text, form.choices))
     if form.grammar:
@@ -501,7 +501,7 @@ def _text_rule(form: OutputFormat) -> str:
     whole = form.regex.removeprefix("^")
     if whole.endswith("$") and not whole.endswith("\\$"):
         whole = whole[:-1]
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", whole, flags=re.DOTALL)
+    escaped = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", whole, flags=re.DOTALL)
     return f"/{escaped.replace(chr(10), chr(92) + 'n')}/"
 
 

@@ -441,3 +441,15 @@ def _rename_in(model: dict[str, Any], names: Mapping[str, str]) -> None:
             for pair, (left, right) in zip(merges, pairs, strict=True)
             if not {left, right, left + right} & names.keys()
         ]
+
+
+_MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
+"""Form of a marker that a template writes around roles, unlike the words of a vocabulary."""
+
+
+def marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Return the special tokens, and added ones that look like markers of a template."""
+    added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
+    marks = {int(number): str(token.content) for number, token in added}
+    marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
+    return marks | {number: name for name, number in special_tokens(tokenizer).items()}

@@ -225,10 +225,9 @@ class Answers:
                 )
                 for number in range(len(prompts) * copies)
             ]
-            asked = request.decoding.max_tokens
-            given = min(sampling.max_new_tokens for sampling in samplings)
-            is_bounded = asked is not None and given < asked
-            head = _Head(request, prompts, self._max_context, given if is_bounded else None)
+            least = min(sampling.max_new_tokens for sampling in samplings)
+            is_bounded = least < (request.decoding.max_tokens or 0)
+            head = _Head(request, prompts, self._max_context, least if is_bounded else None)
             writer = DeltaWriter(choices)
 
             async def send(deltas: list[Delta]) -> None:
