@@ -169,11 +169,7 @@ class ChatTokenizer:
         return self._changed(_time=seconds)
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Return the same templating with other values of the template's variables.
-
-        Raises ConfigError for one that the template does not have, unless it asks for nothing, and
-        for those of messages, tools and the tokenizer.
-        """
+        """Return the same templating with values for `template_options`; see `settable`."""
         chosen = settable(options, self.template_options)
         return self._changed(_template_kwargs=self._template_kwargs | chosen) if chosen else self
 

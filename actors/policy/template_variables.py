@@ -36,7 +36,7 @@ _OWN_VARIABLES = frozenset(
 
 
 def variables_of(template: str) -> frozenset[str]:
-    """Return the variables that a request may set, of a chat template; empty if it is unreadable."""
+    """Return the variables of a chat template that a request may set; none of an unreadable one."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701 - no HTML
     try:
         parsed = environment.parse(_GENERATION.sub("", template))
@@ -49,7 +49,7 @@ def variables_of(template: str) -> frozenset[str]:
 def settable(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the options that a template with the `known` variables has.
 
-    Raises ConfigError for another one, unless its value asks for nothing.
+    Raises ConfigError for another one, such as `messages`, unless its value is false or empty.
     """
     for name, value in options.items():
         if name not in known and value:
