@@ -549,8 +549,8 @@ async def test_errors_come_in_the_words_of_each_api(
     with pytest.raises(openai.BadRequestError, match="answers are not kept") as refused:
         await respond(responses, extra_body={"store": True})
     assert refused.value.param == "store"
-    with pytest.raises(anthropic.BadRequestError, match="set by its chat template"):
-        await message(messages, extra_body={"output_config": {"effort": "low"}})
+    with pytest.raises(anthropic.BadRequestError, match="'betas' is not supported here"):
+        await message(messages, extra_body={"betas": ["a"]})
     assert not canned.asked
     canned.error = BusyError("too much to do", hint="ask again")
     with pytest.raises(openai.RateLimitError, match="too much to do"):
