@@ -6,16 +6,19 @@ The model, its server and the gateway are those of a pool; the evaluators are th
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.clients import AsyncInferenceSchedulerClient
 
 from tests.agents.published import AGENTS, PROGRAMS
 from tests.support.gateway import Gateway, run_gateway
+from tests.support.models import HERMES
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
@@ -23,15 +26,20 @@ pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
 EVALS = Path(__file__).parent / "evals"
 RUN_S = 300.0
 """They import large frameworks, from a cold disk at first."""
+SHOWN_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
 KEYS = {"OPENAI_API_KEY": "none", "LOCAL_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def served(stack: Stack, model: Path, tmp_path: Path) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway, and the name of a model that it serves."""
+    """A gateway, and the name of a model that it serves, whose template shows tools."""
+    folder = shutil.copytree(model, tmp_path / "served")
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = SHOWN_TOOLS + HERMES
+    tokenizer.save_pretrained(folder)
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
-            str(model), max_model_len=512, config={"output_dir": str(tmp_path)}
+            str(folder), max_model_len=1024, config={"output_dir": str(tmp_path)}
         )
         async with run_gateway(stack.server.url, tmp_path) as gateway:
             yield gateway, job["name"]
@@ -86,9 +94,7 @@ async def test_lm_eval_gets_the_log_likelihoods_that_it_computes_itself(
     through = await lm_eval(
         "local-completions", "choice,written", tmp_path, model=name, base_url=url, **tokens
     )
-    own = await lm_eval(
-        "hf", "choice,written", tmp_path, pretrained=str(model), device="cpu", dtype="float32"
-    )
+    own = await lm_eval("hf", "choice,written", tmp_path, pretrained=str(model), dtype="float32")
     assert len(through["choice"]) == len(own["choice"]) == 3
     for ours, its in zip(through["choice"], own["choice"], strict=True):
         for got, expected in zip(ours["filtered_resps"], its["filtered_resps"], strict=True):

@@ -49,9 +49,7 @@ def main() -> None:
     config = GenerateConfig(**dict(json.loads(option) for option in options))
     logs = eval(tasks(config), model=model, model_base_url=url, display="none", log_dir="logs")
     for log in logs:
-        samples = log.samples or []
-        told = [sample.output.choices[0].stop_reason for sample in samples]
-        print(json.dumps({"task": log.eval.task, "status": log.status, "stops": told}))
+        print(json.dumps({"task": log.eval.task, "status": log.status}))
         if log.error:
             print(log.error.message)
     sys.exit(any(log.status != "success" for log in logs))
