@@ -107,6 +107,8 @@ class GrowingChoice:
         self._stream = TextStream(self._said, stops, min_tokens)
 
     def _said(self, ids: Sequence[int]) -> str:
+        if not self._unsaid:
+            return self._decode(ids)
         return self._decode([token for token in ids if token not in self._unsaid])
 
     @property

@@ -405,8 +405,11 @@ def _read_reasoning(fields: Fields, effort: str) -> dict[str, Any]:
     read["template_options"] = fields.any("chat_template_kwargs") or {}
     if not isinstance(read["template_options"], dict):
         raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
-    kind = fields.inner("thinking").text("type")
-    read["thinks"] = {"": None, "disabled": False}.get(kind, True)
+    if isinstance(thinks := fields.any("thinking"), bool):
+        read["thinks"] = thinks
+    else:
+        kind = fields.inner("thinking").text("type")
+        read["thinks"] = {"": None, "disabled": False}.get(kind, True)
     names = {"effort": effort, "template_options": "chat_template_kwargs", "thinks": "thinking"}
     sent = {name: place for name, place in names.items() if read[name] not in ("", {}, None)}
     return {**read, "served_only": sent}
