@@ -594,7 +594,8 @@ class ModelEndpoints:
         tokens = fields.items("tokens")
         model_request = COMPLETIONS.read({"model": fields.any("model"), "prompt": tokens})
         _check(replace(model_request, without_effect=fields.unread()))
-        if len(model_request.prompts) > 1 or isinstance(model_request.prompts[0], str):
+        is_ids = [not isinstance(prompt, str) for prompt in model_request.prompts]
+        if is_ids != [True]:
             raise RequestError("tokens must be token ids", param="tokens")
         part = await self._answering.of_prompt(request, broker, model_request, echo=True)
         return JSONResponse({"prompt": part.deltas[0].text})

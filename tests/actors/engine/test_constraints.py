@@ -301,7 +301,7 @@ async def test_biases_and_excluded_tokens_change_what_is_drawn_and_not_what_is_r
     assert pair[0] == plain[0]
     assert pair[1] != plain[1]
     assert await drawn(min_p=1.0, temperature=1.0, seed=1) == plain
-    stops = {"stop_token_ids": (plain[0],)}
+    stops: Any = {"stop_token_ids": (plain[0],)}
     assert await drawn(**stops) == plain[:1]
     late = await drawn(**stops, min_tokens=3)
     assert len(late) >= 4
