@@ -171,7 +171,7 @@ class Match:
     def leave(self) -> None:
         """End the game for its remaining players."""
         self._fail(errors.NotFoundError(f"table {self._episode!r} was closed"))
-        self._runner.drop(self._episode)
+        self._drop()
 
     def play(self, player: RolePlayer, action: str) -> None:
         """Play the action of the player whose turn it is."""
@@ -189,7 +189,12 @@ class Match:
         if not self._over:
             self._last = StepResult("", 0.0, done=True, info={**self._last.info, "left_by": role})
             self._end()
-            self._runner.drop(self._episode)
+            self._drop()
+
+    def _drop(self) -> None:
+        for step in self._steps:
+            step.cancel()
+        self._runner.drop(self._episode)
 
     async def _step(self, player: RolePlayer, action: str) -> None:
         try:
@@ -264,6 +269,14 @@ class HostedEpisode:
     def touch(self) -> None:
         """Renew the lease."""
         self.touched = time.monotonic()
+
+    def leave(self) -> None:
+        """Give the game back, even if it still begins or plays."""
+        self.ended = True
+        self.player.leave()
+        for call in (self.opening, self.answer):
+            if call is not None:
+                call.cancel()
 
     def is_repeat(self, turn: int) -> bool:
         """Return whether `turn` repeats the last one; StateError for one out of order."""
@@ -489,7 +502,7 @@ class EnvironmentHost:
     def _free(self, episode: str) -> None:
         held = self._held.pop(episode, None)
         if held is not None:
-            held.player.leave()
+            held.leave()
         if self._rewards is not None:
             self._rewards.forget(episode)
         self._changed.set()
@@ -511,11 +524,12 @@ class EnvironmentHost:
     async def _reset(self, request: env.ResetRequest, context: RequestContext) -> env.ResetReply:
         """Start the episodes that are not running yet; return those that are ready, and errors."""
         trace = trace_of(context.traceparent)
-        held = [self._hold(episode, request, trace) for episode in request.episodes]
+        held = self._hold_all(request, trace)
         await wait_for_some([episode.opening for episode in held], request.wait_s)
         answer = ResetAnswer(self._most_bytes)
-        for episode in held:
-            answer.add(episode.opening)
+        for episode, begun in zip(request.episodes, held, strict=True):
+            if not answer.add(begun.opening) and self._held.get(episode) is begun:
+                self._free(episode)
         return env.ResetReply(
             host=self.name,
             episodes=answer.episodes,
@@ -535,6 +549,16 @@ class EnvironmentHost:
         except errors.DataError:
             return []  # the start of the episode raises the error
         return self._facts.tools_of(record)
+
+    def _hold_all(self, request: env.ResetRequest, trace: str) -> list[HostedEpisode]:
+        """Start the episodes of a request that are not running yet: all of them, or none."""
+        fresh = [episode for episode in request.episodes if episode not in self._held]
+        try:
+            return [self._hold(episode, request, trace) for episode in request.episodes]
+        except BaseException:
+            for episode in fresh:
+                self._free(episode)
+            raise
 
     def _hold(self, episode: str, request: env.ResetRequest, trace: str) -> HostedEpisode:
         held = self._held.get(episode)
@@ -577,10 +601,14 @@ class EnvironmentHost:
             record = self._data.record(request.split, request.sample)
             opening = Opening(episode, request.seed, record, request.kwargs, request.split)
             return await self._opened(episode, record, player.begin(opening))
+        except asyncio.CancelledError:
+            player.leave()
+            raise
         except BaseException:
             self.counts.failures += 1
             self._held.pop(episode, None)
             self._changed.set()
+            player.leave()
             raise
 
     async def _opened(
