@@ -22,6 +22,7 @@ from ..broker.client.connection import Broker
 from ..broker.client.rpc import RequestContext, Service
 from ..schemas import env
 from ..schemas.config.job import EnvConfig
+from ..schemas.local.process import owned
 from ..schemas.profile import TimeUse
 from ..schemas.wire import errors
 from ..schemas.wire.codec import most_bytes
@@ -403,9 +404,8 @@ class EnvironmentHost:
         ConfigError once the source of rewards refuses every episode.
         """
         self._broker.availability.set_patient(True)
-        self._data = await asyncio.to_thread(
-            HostData, self._config, self._seed, needs_answers=self._needs_answers
-        )
+        open_data = partial(HostData, self._config, self._seed, needs_answers=self._needs_answers)
+        self._data = await owned(asyncio.to_thread(open_data), HostData.close)
         try:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")

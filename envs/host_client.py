@@ -20,6 +20,7 @@ from ..broker.jetstream.direct_get import RequestBatcher
 from ..schemas import env
 from ..schemas.config.job import EnvConfig
 from ..schemas.local.disk import Waiting
+from ..schemas.local.process import owned
 from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ..schemas.wire.subjects import JobScope
@@ -211,18 +212,11 @@ class Environments:
     async def _ask_reset(self, episode: str, start: Start) -> Started | str:
         """Return the started episode or its host; if cancelled, free it once its host is known."""
         key = pack([start.split, start.sample, start.seed, start.kwargs])
-        asking = self._resets.ask(key, (episode, start))
 
-        def give_back(asked: "asyncio.Future[Started | str]") -> None:
-            if not asked.cancelled() and asked.exception() is None:
-                answer = asked.result()
-                self.close(answer.host if isinstance(answer, Started) else answer, episode)
+        def give_back(answer: Started | str) -> None:
+            self.close(answer.host if isinstance(answer, Started) else answer, episode)
 
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            asking.add_done_callback(give_back)
-            raise
+        return await owned(self._resets.ask(key, (episode, start)), give_back)
 
     async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
         """Join as a role and wait for its first turn; the other roles have leases at the host."""

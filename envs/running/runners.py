@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from ...schemas.config.job import EnvConfig
 from ...schemas.profile import TimeUse
 from ...schemas.wire.errors import GameError, StateError, TinkermqError
-from ...schemas.wire.foreign import Blame
+from ...schemas.wire.foreign import Blame, clear_frames
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
 from ..registry import load_game
 from .episodes import (
@@ -213,6 +213,7 @@ class _Work(Call):
             self.error = error
         except BaseException as error:  # noqa: BLE001 - raised where the call was made
             self.error = game_failure("the game", self.verb, error)
+        clear_frames(self.error)
 
     def finish(self) -> bool:
         """Deliver the outcome; return False if it is no longer awaited."""
@@ -598,6 +599,7 @@ class ForeignLoop:
         except BaseException as raised:  # noqa: BLE001 - raised where the call was made
             ended = StateError(f"the event loop {self._name} has ended")
             error = ended if self._ended else blame(raised)
+            clear_frames(raised)
         self._on_home(lambda: _settle(future, outcome, error) or undelivered())
 
     def _follow(self, future: "asyncio.Future[Any]", task: "asyncio.Task[None]") -> None:
