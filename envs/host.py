@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from uuid import uuid4
 
 import structlog
+from cachetools import FIFOCache
 
 from ..broker.client.connection import Broker
 from ..broker.client.rpc import RequestContext, Service
@@ -311,6 +312,8 @@ class HostedEpisode:
 
 
 MAX_EPISODES = 4096
+MAX_CLOSED = 4 * MAX_EPISODES
+"""Closed episodes that a host remembers."""
 MAX_ACTION_BYTES = 256 << 20
 """Bytes of the actions that are played or queued."""
 DRAIN_S = 30.0
@@ -382,6 +385,8 @@ class EnvironmentHost:
         self._games = TimedRunner(self._runner, config, places, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, HostedEpisode] = {}
+        self._closed = FIFOCache[str, bool](MAX_CLOSED)
+        """Episodes that were closed: a request that is late must not begin them again."""
         self._changed = asyncio.Event()
         self._data: HostData
         self._facts = GameFacts(config.game, [], [])
@@ -562,7 +567,7 @@ class EnvironmentHost:
 
     def _hold(self, episode: str, request: env.ResetRequest, trace: str) -> HostedEpisode:
         held = self._held.get(episode)
-        if held is None and request.only_held:
+        if held is None and (request.only_held or episode in self._closed):
             raise self._not_held(episode)
         if held is None:
             self._make_room()
@@ -716,5 +721,6 @@ class EnvironmentHost:
         self._changed.set()
 
     async def _close(self, request: env.CloseRequest) -> Empty:
+        self._closed[request.episode] = True
         self._free(request.episode)
         return Empty()
