@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import PATIENCE_S
@@ -43,6 +44,15 @@ class _Stepped:
                 send = partial(next, steps)
 
 
+def _place_of(work: Any) -> str:
+    """Return where a coroutine waits: its innermost frames."""
+    places: list[str] = []
+    while frame := getattr(work, "cr_frame", None) or getattr(work, "ag_frame", None):
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        work = getattr(work, "cr_await", None) or getattr(work, "ag_await", None)
+    return " ← ".join(reversed(places))
+
+
 async def _cancelled_at(work: Coroutine[Any, Any, Any], at: int, *, is_late: bool) -> bool:
     """Run a coroutine and cancel it at a suspension; return False if it has fewer."""
     stepped = _Stepped(work, at, is_late=is_late)
@@ -52,7 +62,7 @@ async def _cancelled_at(work: Coroutine[Any, Any, Any], at: int, *, is_late: boo
 
     task = asyncio.create_task(run(), name=f"cancelled at await {at}")
     done, _ = await asyncio.wait({task}, timeout=PATIENCE_S)
-    assert done, f"it hangs, cancelled at await {at}"
+    assert done, f"cancelled at await {at} ({is_late=}), it hangs: {_place_of(work)}"
     if not stepped.was_cancelled:
         task.result()
     elif not task.cancelled():
