@@ -171,7 +171,7 @@ class AgentLoop:
             has_failed = False
             return self._trajectory(plan, transcript, finish, game.host, teaching)
         except (asyncio.CancelledError, Fenced):
-            has_failed = False
+            has_failed = False  # another generator may continue it
             raise
         finally:
             self._engine.release(plan.episode)

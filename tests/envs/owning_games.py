@@ -43,17 +43,3 @@ class WaitingOwner(OwningGame):
     async def step(self, action: str) -> Any:  # type: ignore[override]
         await asyncio.sleep(RESET_S)
         return super().step(action)
-
-
-class OwnerOfRoles(OwningGame):
-    """The same with two roles."""
-
-    roles = ("one", "two")
-
-    def reset(self, **_: Any) -> str:
-        self.role = "one"
-        return super().reset()
-
-    def step(self, action: str) -> Any:
-        self.role = "two" if self.role == "one" else "one"
-        return super().step(action)

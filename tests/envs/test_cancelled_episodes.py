@@ -35,12 +35,6 @@ def given_back(tmp_path) -> Callable[..., Callable[[], Awaitable[None]]]:
     return make
 
 
-@pytest.fixture
-def short_holds(monkeypatch) -> None:
-    """Let a host answer before its games have begun, so that it is asked again."""
-    monkeypatch.setattr(host_client, "_HOLD_S", 0.005)
-
-
 @KINDS
 @pytest.mark.parametrize("holds", ["until it has begun", "shortly"])
 async def test_an_episode_cancelled_at_any_await_of_its_start_or_step_owns_nothing(
