@@ -63,7 +63,7 @@ async def _cancelled_at(work: Coroutine[Any, Any, Any], at: int, *, is_late: boo
     task = asyncio.create_task(run(), name=f"cancelled at await {at}")
     done, _ = await asyncio.wait({task}, timeout=PATIENCE_S)
     assert done, f"cancelled at await {at} ({is_late=}), it hangs: {_place_of(work)}"
-    if not task.cancelled() and not stepped.was_cancelled:
+    if not stepped.was_cancelled:
         task.result()
     elif not task.cancelled():
         task.exception()  # it may end with another error, or with its result
