@@ -22,6 +22,7 @@ from ...schemas.checks import (
     Check,
     CheckReply,
     CheckResult,
+    CheckSkipped,
     failed_check,
     read_result,
     run_checks,
@@ -289,7 +290,7 @@ class _ModelInspection:
             async with asyncio.timeout(_INSPECT_S):
                 printed, _ = await process.communicate(pack(request))
         except TimeoutError:
-            late = ModelError(
+            late = CheckSkipped(  # slowness says nothing about the model
                 f"the model was not inspected within {_INSPECT_S:.0f} s",
                 hint="the disk of its folder, or the node, may be slow",
             )
