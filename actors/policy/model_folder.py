@@ -457,8 +457,8 @@ def check_tokenizer(
         raise ModelError(
             f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
             f"knows {known}{named}",
-            hint="use the tokenizer that was saved with the model; or give the model rows for these "
-            f"tokens, and save both: model.resize_token_embeddings({num_tokens}). transformers "
+            hint="use the tokenizer that was saved with the model; or give the model rows for "
+            f"these, and save both: model.resize_token_embeddings({num_tokens}). transformers "
             "adds tokens that the tokenizer's class for this model_type always has",
         )
 
