@@ -452,7 +452,9 @@ def check_tokenizer(
     # ids may have gaps, so the last one counts, not their number
     num_tokens = max(len(tokenizer), 1 + max(ids.values(), default=0))
     if num_tokens > known:
-        unknown = sorted((token for token, number in ids.items() if number >= known), key=ids.get)
+        unknown = [
+            token for number, token in sorted((n, t) for t, n in ids.items()) if number >= known
+        ]
         named = f", not {', '.join(map(repr, unknown[:_NAMED]))}" if unknown else ""
         raise ModelError(
             f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "

@@ -51,7 +51,7 @@ def main() -> None:
             outcome, error = _attempt(verb, call, arguments)
             if verb == "import" and error is None:
                 game_class, outcome = outcome, None
-            if verb == "start" and error is None:
+            elif verb == "start" and error is None:
                 episodes, outcome = outcome
             answer = _answer(number, outcome, error)
             sock.sendall(LENGTH.pack(len(answer)) + answer)
