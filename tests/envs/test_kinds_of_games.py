@@ -20,17 +20,7 @@ from tinkermq.schemas.wire.errors import ModelError
 
 pytestmark = pytest.mark.full
 
-SERVER = """
-from mcp.server import MCPServer
-server = MCPServer("shop")
-
-@server.tool()
-def price(item: str) -> int:
-    "Return the price of an item."
-    return 3
-
-server.run("stdio")
-"""
+SERVERS = Path(__file__).parent / "adapters" / "mcp_servers.py"
 TRL = '''
 class CountEnv:
     def reset(self, goal: int = 3, **kwargs) -> str:
@@ -58,7 +48,7 @@ KINDS = {
     "dataset": ({"game": "math", "train_data": ["rows"]}, False),
     "players": ({"game": "negotiation"}, False),
     "gymnasium": ({"game": "gymnasium", "kwargs": {"env_id": "FrozenLake-v1"}}, False),
-    "ToolGame": ({"game": "products"}, True),
+    "ToolGame": ({"game": "tool_games:Adding"}, True),
     "TRL": ({"game": "trl:kind_of_trl:CountEnv"}, True),
     "MCP": ({"game": "mcp", "train_data": ["rows"]}, True),
 }
@@ -105,12 +95,11 @@ def _job(kind: str, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         (folder / "kind_of_trl.py").write_text(TRL)
         sys.modules.pop("kind_of_trl", None)
     if kind == "MCP":
-        (folder / "shop.py").write_text(SERVER)
-        shop = {"command": "{python}", "args": [str(folder / "shop.py")], "read": [str(folder)]}
+        shop = {"command": "{python}", "args": [str(SERVERS), "shop"], "read": [str(SERVERS)]}
         env |= {"kwargs": {"servers": [{"name": "shop", **shop}]}}
         (folder / "right.py").write_text("def right(solution_str, **_):\n    return 1.0\n")
         env["reward"] = {"source": "function", "function": "right:right"}
-    rollout = {"max_prompt_tokens": 4000, "max_turns": 4}
+    rollout = {"max_prompt_tokens": 2000, "max_turns": 4}
     return JobConfig.model_validate({"model": {"path": str(model)}, "env": env, "rollout": rollout})
 
 
