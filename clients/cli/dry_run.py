@@ -69,7 +69,7 @@ def check_job(config: JobConfig, url: str | None, from_run: str | None = None) -
         return [*itertools.chain(*here.values()), *_count_slots(config, from_run)]
     in_pool = _check_in_pool(config, url, from_run)
     if not is_local_pool(url):
-        here = _without_overruled(here, in_pool)
+        here = _without_overruled(here, in_pool, runs_programs=config.agent.runs_programs)
     return [*itertools.chain(*here.values()), *in_pool]
 
 
@@ -194,10 +194,17 @@ def _check_in_pool(config: JobConfig, url: str, from_run: str | None) -> list[Ch
         return [failed_check("pool", error)]
 
 
-def _without_overruled(here: Results, in_pool: list[CheckResult]) -> Results:
-    """Skip checks that failed here and passed on a node of a pool on other machines."""
+def _without_overruled(
+    here: Results, in_pool: list[CheckResult], *, runs_programs: bool
+) -> Results:
+    """Skip checks that failed here and passed on a node of a pool on other machines.
+
+    Programs, which only this machine tried, may lack here what the nodes have, such as a sandbox.
+    """
     there = {result.name for result in in_pool if result.ok and result.by.startswith("node ")}
-    skipped = {"outcome": "skipped", "hint": "a node has it"}
+    if runs_programs:
+        there.add("game")
+    skipped = {"outcome": "skipped", "hint": "a node decides"}
     return {
         topic: [
             result if result.ok or topic not in there else result.model_copy(update=skipped)
