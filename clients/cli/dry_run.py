@@ -1,6 +1,7 @@
 """The checks before a submission, on this machine and in the pool; `--dry-run` only shows them."""
 
 import itertools
+import math
 
 from ...broker.client.connection import Broker
 from ...envs.check import check_game
@@ -22,6 +23,8 @@ from .checks import can_check_model, check_model, check_rows, print_checks
 from .output import print_note, print_plain
 from .session import with_pool, with_private_broker
 
+_PLAY_S = 10.0
+"""Time for which a game is played before a submission; a slow one is played once."""
 Results = dict[str, list[CheckResult]]
 """Local results that a node's check of the same name replaces for a pool on other machines."""
 
@@ -55,16 +58,18 @@ def check_first(
     """Raise the error of the first check that fails, before the job is submitted."""
     if not quiet:
         print_note("checking model, data and game first, as --dry-run does")
-    raise_failed(check_job(config, url, from_run))
+    raise_failed(check_job(config, url, from_run, within_s=_PLAY_S))
 
 
-def check_job(config: JobConfig, url: str | None, from_run: str | None = None) -> list[CheckResult]:
-    """Check a job as it would be submitted to the pool at `url`.
+def check_job(
+    config: JobConfig, url: str | None, from_run: str | None = None, within_s: float = math.inf
+) -> list[CheckResult]:
+    """Check a job as it would be submitted to the pool at `url`; `within_s` bounds the game's play.
 
     This machine checks the files that it has. If a pool answers, its scheduler checks slots, names
     and quotas, and its nodes check models, data and games.
     """
-    here = _check_here(config, url, from_run)
+    here = _check_here(config, url, from_run, within_s)
     if url is None:
         return [*itertools.chain(*here.values()), *_count_slots(config, from_run)]
     in_pool = _check_in_pool(config, url, from_run)
@@ -76,7 +81,9 @@ def check_job(config: JobConfig, url: str | None, from_run: str | None = None) -
 # -- on this machine -------------------------------------------------------------------------------
 
 
-def _check_here(config: JobConfig, url: str | None, from_run: str | None) -> Results:
+def _check_here(
+    config: JobConfig, url: str | None, from_run: str | None, within_s: float
+) -> Results:
     """Run the checks of files, data, game or program, and of the model if it is here."""
     results: Results = {"model": [], "data": [], "game": []}
     if url is None or is_local_pool(url):
@@ -88,7 +95,7 @@ def _check_here(config: JobConfig, url: str | None, from_run: str | None) -> Res
     if config.agent.runs_programs:
         results["game"] = _check_program(config)
     elif config.env.game:
-        results["game"] = _check_env(config, url)
+        results["game"] = _check_env(config, url, within_s)
     is_sound = all(result.ok for result in (*results["model"], *results["data"]))
     if from_run is None and is_sound and can_check_model(config):
         passed = {result.name for result in results["game"] if result.outcome == "ok"}
@@ -118,7 +125,7 @@ def check_model_files(config: JobConfig, url: str | None) -> str:
     return description
 
 
-def _check_env(config: JobConfig, url: str | None) -> list[CheckResult]:
+def _check_env(config: JobConfig, url: str | None, within_s: float) -> list[CheckResult]:
     """Play the game without a model; if it is not here, the nodes look for it alone."""
     if config.env.hosts == 0:
         reason = f"{config.env.game} is hosted by the client: not checked"
@@ -128,7 +135,7 @@ def _check_env(config: JobConfig, url: str | None) -> list[CheckResult]:
     except errors.GameError as error:
         if url is not None:
             return [failed_check("game", CheckSkipped(f"{error.message} here: not played"))]
-    return check_game(config.env, seed=config.seed)
+    return check_game(config.env, seed=config.seed, within_s=within_s)
 
 
 def _check_program(config: JobConfig) -> list[CheckResult]:

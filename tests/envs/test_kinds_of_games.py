@@ -15,7 +15,7 @@ from tinkermq.envs.registry import load_game
 from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.checks import run_checks
-from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.job import EnvConfig, JobConfig
 from tinkermq.schemas.wire.errors import ModelError
 
 pytestmark = pytest.mark.full
@@ -115,3 +115,10 @@ def _first_prompt(job: JobConfig) -> int | str:
     finally:
         game.close()
         data.close()
+
+
+def test_a_submission_plays_a_slow_game_once_and_says_what_it_left_out() -> None:
+    *made, left_out = check_game(EnvConfig(game="guess"), within_s=0)
+    assert [one.name for one in made][-1] == "reset and step are in time"
+    assert made[-1].detail.startswith("4 calls")
+    assert (left_out.outcome, left_out.detail) == ("skipped", "not made: 0 s were over")
