@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -111,9 +111,8 @@ def leave(code: int) -> NoReturn:
     """
     if not any(thread.daemon for thread in threading.enumerate()):
         sys.exit(code)
-    ends: tuple[Any, ...] = (threading._shutdown, atexit._run_exitfuncs)  # pyright: ignore
-    for end in ends:  # what the interpreter does before it stops the threads
-        end()
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name)()  # what the interpreter does before it stops the threads
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
@@ -163,8 +163,9 @@ class JobChecks:
         if not any(subjects.values()):
             return []
         replies = await self._ask_nodes(nodes, "look", question)
-        asked = [(name, subject) for name, subject in subjects.items() if subject]
-        return [_combine(name, subject, nodes, replies) for name, subject in asked]
+        return [
+            _combine(name, subject, nodes, replies) for name, subject in subjects.items() if subject
+        ]
 
     async def nodes_with_inputs(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have a job's data and its game; raises DataError or GameError."""
@@ -256,8 +257,9 @@ def _functions_of_learner(config: JobConfig) -> list[str]:
 
 def _functions_of_hosts(env: EnvConfig) -> list[str]:
     """Return the user's reward functions, also TRL's, that environment hosts import."""
-    given: Any = env.kwargs.get("reward_funcs") if plays_any_row(str(env.game)) else None
-    named = [env.reward.function, *([given] if isinstance(given, str) else given or [])]
+    of_game: Any = env.kwargs.get("reward_funcs") if plays_any_row(str(env.game)) else None
+    several = cast("list[Any]", of_game) if isinstance(of_game, list) else [of_game]
+    named = [env.reward.function, *several]
     return [name for name in named if isinstance(name, str) and ":" in name]
 
 
