@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -117,6 +117,39 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """Await an awaitable to its end, even if this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()  # retrieved: the cancellation takes precedence
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def owned(work: Awaitable[T], give_back: Callable[[T], object]) -> T:
+    """Await what acquires something, which is given back if this task is cancelled meanwhile.
+
+    The work continues then, for example in its thread, and `give_back` gets its result.
+    """
+    task = asyncio.ensure_future(work)
+
+    def ended(done: "asyncio.Future[T]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            give_back(done.result())
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(ended)
+        raise
 
 
 # Notifications to systemd: the service is ready, its loop runs, it stops.
