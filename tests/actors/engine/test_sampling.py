@@ -15,11 +15,10 @@ from tinkermq.actors.engine.transformers.decoder import FedTokens, SlotDecoder, 
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.schemas.plan.model_shape import find_max_positions
 from tinkermq.schemas.wire.errors import ModelError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
-from transformers.models.mistral import MistralConfig, MistralForCausalLM
-from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from tests.support.families import make_model
 from tests.support.models import make_tiny_model
 from tests.support.waiting import PATIENCE_S
 
@@ -211,37 +210,32 @@ def refused(path: Path, max_tokens: int = 64, dtype: torch.dtype = torch.float32
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
-        Gemma2ForCausalLM(Gemma2Config(**SMALL)),
-        Qwen3NextForCausalLM(
-            Qwen3NextConfig(
-                **SMALL,
-                num_experts=2,
-                num_experts_per_tok=1,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=16,
-                linear_value_head_dim=16,
-                layer_types=["linear_attention", "full_attention"],
-            )
-        ),
-    ],
-    ids=["sliding-window", "alternating", "recurrent"],
-)
-def test_models_without_full_attention_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path)
+def test_a_model_that_keeps_more_than_keys_values_and_states_is_refused(tmp_path: Path) -> None:
+    make_model("deepseek_v32").save_pretrained(tmp_path)
     message = refused(tmp_path)
-    assert "layers without full attention" in message
-    assert "Qwen3 or Llama" in message
+    assert "keep more than keys, values and recurrent states (DynamicIndexedLayer)" in message
+    assert "generator.engine=vllm" in message
+
+
+class _Biased(Qwen3ForCausalLM):
+    """A model whose tokens depend on how long the pass is, as position biases do."""
+
+    def forward(self, *args: Any, **arguments: Any) -> Any:
+        """Add the length of the pass to one logit."""
+        output: Any = super().forward(*args, **arguments)
+        output.logits[..., 0] += arguments["input_ids"].shape[1]
+        return output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_whose_attention_is_more_than_causal_is_refused(
+def test_a_model_that_needs_more_than_masks_is_refused(dtype: torch.dtype) -> None:
+    model = _Biased(Qwen3Config(**SMALL)).eval().to(dtype)
+    with pytest.raises(ModelError, match="computes other logits over the slot cache"):
+        SlotDecoder("biased", model, max_slots=4, max_tokens=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_capped_over_the_slots_as_in_the_models_own_pass(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     config = Gemma2Config(**SMALL, layer_types=["full_attention"] * 2, attn_logit_softcapping=1e-3)
@@ -252,13 +246,7 @@ def test_a_model_whose_attention_is_more_than_causal_is_refused(
         torch.nn.init.normal_(layer.self_attn.k_proj.weight)
         torch.nn.init.normal_(layer.self_attn.v_proj.weight)
     model.save_pretrained(tmp_path)
-    assert "computes other logits over the slot cache" in refused(tmp_path, dtype=dtype)
-
-
-def test_a_cap_that_short_texts_do_not_show_is_refused(tmp_path: Path) -> None:
-    config = Gemma2Config(**SMALL, layer_types=["full_attention"] * 2, attn_logit_softcapping=50.0)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    assert "its attention has capped scores" in refused(tmp_path)
+    assert load(tmp_path, dtype=dtype).cache.shape.dtype == dtype
 
 
 def test_a_sound_model_that_16_bits_round_far_is_not_refused(tmp_path: Path) -> None:
