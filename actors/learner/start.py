@@ -232,7 +232,6 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
     """
     log = RolloutLog(context.broker, context.scope)
     batches = BatchLog(context.broker, context.scope)
-    records = await held_records(batches, log)
     damaged, newer = list[TinkermqError](), list[TinkermqError]()
     newest: int | None = None
     while True:
@@ -245,6 +244,7 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
                 return start
             folder = await asyncio.to_thread(checkpoints.put_back, newest)
             return start._replace(folder=folder, state=await _with_new_log(folder, log))
+        records = await held_records(batches, log, state.step)
         if state.batch_seq and not records:
             raise stream_recreated("log of batches", 0, state.batch_seq, batches.stream)
         if (error := unlike_records(folder, state, records)) is not None:
