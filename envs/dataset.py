@@ -14,7 +14,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from ..schemas.chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from ..schemas.config.agent import TaskSource
+from ..schemas.local.folder import temporary_folder
 from ..schemas.local.process import is_killed_from_outside, num_oom_kills
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
@@ -700,8 +700,8 @@ class _Parquet(_StoredRows):
     """The rows of a parquet file, unpacked to a temporary file that lives while it is open."""
 
     def __init__(self, path: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
-            rows, ends = Path(folder) / "rows", Path(folder) / "ends"
+        with temporary_folder("data") as folder:
+            rows, ends = folder / "rows", folder / "ends"
             unpack_parquet(path, rows, ends)
             super().__init__(path, rows)
             self._ends.frombytes(ends.read_bytes())

@@ -284,7 +284,7 @@ class InterpreterSocket:
         """
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
-        self._folder = process_folder("tinkermq-socket")
+        self._folder = process_folder("socket")
         self.path = self._folder / "socket"
         try:
             self._listening = listen_at(self.path)

@@ -3,7 +3,6 @@
 import json
 import socket
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.sections import LoraConfig
+from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
@@ -593,7 +593,7 @@ def check_saving(
     tokenizer = load_tokenizer(tokenizer_path or path, trust_remote_code=trust_remote_code)
     processor = Processor(tokenizer, load_image_reader(path, trust_remote_code=trust_remote_code))
     settings = load_generation_config(path)
-    with tempfile.TemporaryDirectory(prefix="tinkermq-saving-") as folder:
+    with temporary_folder("saving") as folder:
         try:
             with torch.device("meta"):
                 options = {"trust_remote_code": trust_remote_code}

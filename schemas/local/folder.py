@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -458,14 +459,28 @@ def _free_bytes(folder: Folder) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def process_folder(prefix: str, root: Path | None = None) -> Path:
-    """Make a folder of this process, and remove those that killed processes have left.
+_OF_PROCESS = re.compile(r"tinkermq-[a-z]+-([0-9]+)-\w{8}")  # as mkdtemp names
 
-    It is below `root`, by default the temporary folder. Its name has the prefix and the process id.
+
+def process_folder(kind: str, root: Path | None = None) -> Path:
+    """Make a folder of this process, and remove those of any kind that killed processes have left.
+
+    It is below `root`, by default the temporary folder. Its name has the kind (lower-case letters)
+    and the process id. Raises OSError.
     """
     root = root or Path(tempfile.gettempdir())
-    for left in root.glob(f"{prefix}-*"):
-        pid = left.name.removeprefix(f"{prefix}-").partition("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).is_dir():
+    for left in root.glob("tinkermq-*"):
+        match = _OF_PROCESS.fullmatch(left.name)
+        if match is not None and not Path("/proc", match[1]).is_dir():
             shutil.rmtree(left, ignore_errors=True)  # another user's stays
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=root))
+    return Path(tempfile.mkdtemp(prefix=f"tinkermq-{kind}-{os.getpid()}-", dir=root))
+
+
+@contextlib.contextmanager
+def temporary_folder(kind: str) -> Iterator[Path]:
+    """Make a folder of this process as `process_folder`, and remove it behind the block."""
+    folder = process_folder(kind)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -284,9 +284,14 @@ def test_a_huge_sparse_log_is_put_aside(tmp_path: Path) -> None:
 def test_folders_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    for name in (f"ours-{ended.pid}-a", f"ours-{os.getppid()}-b", "ours-x", f"other-{ended.pid}-c"):
+    kept = {
+        f"tinkermq-ours-{os.getppid()}-12345678",
+        "tinkermq-ours-x",
+        f"tinkermq-image-{ended.pid}-{'0' * 32}",
+        f"other-ours-{ended.pid}-12345678",
+    }
+    for name in (*kept, *(f"tinkermq-{kind}-{ended.pid}-12_45678" for kind in ("ours", "theirs"))):
         (tmp_path / name).mkdir()
     made = process_folder("ours", tmp_path)
-    assert made.name.startswith(f"ours-{os.getpid()}-")
-    left = {path.name for path in tmp_path.iterdir()} - {made.name}
-    assert left == {f"ours-{os.getppid()}-b", "ours-x", f"other-{ended.pid}-c"}
+    assert made.name.startswith(f"tinkermq-ours-{os.getpid()}-")
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, made.name}

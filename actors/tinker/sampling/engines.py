@@ -102,7 +102,7 @@ class Snapshots:
         if snapshot.folder is not None:
             return snapshot.folder
         if self._fetched is None:
-            self._fetched = await asyncio.to_thread(process_folder, "tinkermq-lora")
+            self._fetched = await asyncio.to_thread(process_folder, "lora")
         folder = self._place(snapshot)
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
         request = FindSnapshot(user=snapshot.user, path=snapshot.path)
