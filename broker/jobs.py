@@ -265,19 +265,23 @@ class JobStore:
             copies = {entry.key: entry.value for entry in await self._copies.items()}
         gone = {key: record for key, record in copies.items() if key not in known}
         for key, record in {**gone, **lost}.items():
-            await self._restore(key, record)
+            await self._restore(key, record, replaces_older=key in lost)
         for key in set(known) - set(copies):
             if not await self._copy(known[key]):
                 return  # the next call writes the others
 
-    async def _restore(self, key: str, record: JobRecord) -> None:
-        """Write a lost record, unless it was deleted, or a later release wrote what is there."""
+    async def _restore(self, key: str, record: JobRecord, *, replaces_older: bool) -> None:
+        """Write a lost record, unless it was deleted, or another one is there.
+
+        `replaces_older`: it is newer than what is there. An unreadable one stays, as a later
+        release may have written it.
+        """
         try:
             if await self._jobs.was_deleted(key):
                 await self._copies.purge(key)
                 return
             older = await self._jobs.get(key)
-            if older is not None and older.value == record:
+            if older is not None and (not replaces_older or older.value == record):
                 return
             event = Event(
                 kind="record_restored",

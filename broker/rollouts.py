@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -361,12 +362,18 @@ class BatchLog:
 
     async def last_seq(self) -> int:
         """Return the sequence of the last record ever appended; 0 for none."""
-        info = await self._broker.retry(
+        return int((await self._info())["state"]["last_seq"])
+
+    async def made(self) -> float:
+        """Return when the log was made, in seconds since the epoch, by the server's clock."""
+        return datetime.fromisoformat((await self._info())["created"]).timestamp()
+
+    async def _info(self) -> dict[str, Any]:
+        return await self._broker.retry(
             lambda: stream_info(self._broker, self._stream),
             deadline_s=_API_DEADLINE_S,
             waiting_for=f"the batch log of job {self._scope.job}",
         )
-        return int(info["state"]["last_seq"])
 
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
         """Return all records that hold, with their sequences, in the order of their steps.

@@ -99,7 +99,7 @@ def _with_data(env: EnvConfig, folder: Path) -> EnvConfig:
     except GameError:
         return env  # the game generates its states, or the check reports why it cannot be imported
     with blaming(lambda error: game_failure(env.game, "make_data", error)):
-        train, val = make_data(folder, num_train=64, num_val=16)
+        train, val = make_data(str(folder), num_train=64, num_val=16)
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
 
 

@@ -112,6 +112,20 @@ async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
         await _ends_whole(job)
 
 
+async def test_a_run_begins_again_when_the_store_is_from_before_its_first_step(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        job = await _started(stack, model)
+        await job.until_streams()
+        _copy_store(stack, tmp_path / "copy")
+        await job.until_step(6)
+        _set_back(stack, tmp_path / "copy")
+        told = await job.until_event("store_rewound")
+        assert told.data["lost_steps"] >= 4
+        await _ends_whole(job)
+
+
 async def test_a_run_whose_checkpoints_are_all_newer_than_the_store_goes_on_from_the_newest(
     tmp_path: Path, model: Path
 ) -> None:
