@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.feed import read_events
+from tinkermq.broker.feed import VALIDATION, list_values, read_events
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import (
     bucket_config,
@@ -195,6 +195,20 @@ async def test_a_move_counts_even_if_nobody_can_be_told(
     moved = await store.transition(job, "STARTING", "", "test")
     await store.publish_events(moved)
     assert (await store.mark_published(moved)).untold == []
+
+
+async def test_lists_find_the_values_of_an_ended_run_in_its_record(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user, state="RUNNING", has_streams=True)
+    values = {"step": 7.0, VALIDATION: float("nan"), "training_step_reward": 0.5, "other": 1.0}
+    assert (await store.mark_published(job, values, 9)).figures == {}
+    ended = await store.transition(job, "COMPLETED", "done", "scheduler")
+    ended = await store.mark_published(ended, values, 9)
+    assert (ended.version, ended.stored_bytes) == (7, 9)
+    await delete_job_streams(broker, job.scope)
+    assert await list_values(broker, ended) == {"step": 7.0, "training_step_reward": 0.5}
+    assert await list_values(broker, job) == {}
 
 
 async def test_records_that_a_store_has_lost_are_restored_and_deleted_ones_are_not(
