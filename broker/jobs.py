@@ -263,8 +263,8 @@ class JobStore:
         copies = dict[str, JobRecord]()
         with contextlib.suppress(NotFoundError):  # it was deleted, and is made again
             copies = {entry.key: entry.value for entry in await self._copies.items()}
-        gone = {key: record for key, record in copies.items() if key not in known}
-        for key, record in {**gone, **lost}.items():
+        unlisted = {key: record for key, record in copies.items() if key not in known}
+        for key, record in {**unlisted, **lost}.items():
             await self._restore(key, record, replaces_older=key in lost)
         for key in set(known) - set(copies):
             if not await self._copy(known[key]):
