@@ -271,13 +271,13 @@ class JobStore:
                 return  # the next call writes the others
 
     async def _restore(self, key: str, record: JobRecord, *, replaces_older: bool) -> None:
-        """Write a lost record, unless it was deleted, or another one is there.
+        """Write a lost record, unless it was deleted or archived, or another one is there.
 
         `replaces_older`: it is newer than what is there. An unreadable one stays, as a later
         release may have written it.
         """
         try:
-            if await self._jobs.was_deleted(key):
+            if await self._jobs.was_deleted(key) or await self._archive.find(key) is not None:
                 await self._copies.purge(key)
                 return
             older = await self._jobs.get(key)
