@@ -24,7 +24,7 @@ from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, Schedule
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire import subjects
-from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError
+from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
 from ..placement import UserShares
@@ -283,8 +283,13 @@ class JobsView:
         if (num_lists := self._jobs.num_lists) == self._num_lists and not self._lost:
             return
         known = {key: entry.value for key, entry in self._jobs.entries.items()}
-        await jobs.mend(known, self._lost)
-        self._lost, self._num_lists = {}, num_lists
+        lost, self._lost = self._lost, {}
+        try:
+            await jobs.mend(known, lost)
+        except TinkermqError:
+            self._lost = lost | self._lost
+            raise
+        self._num_lists = num_lists
 
     def _gone(self, key: str) -> None:
         """Remove a job whose record was deleted."""
