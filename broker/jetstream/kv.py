@@ -375,7 +375,8 @@ class Mirror(Generic[M]):
         self.damaged: dict[str, DamagedEntry] = {}
         """Damaged entries by key; such a key keeps its previous entry."""
         self.lost: dict[str, Entry[M]] = {}
-        """Entries of which the last list had nothing, or an older one."""
+        """Entries that are gone without having been deleted, or of which the last list had an older
+        one."""
         self.num_lists = 0
         """How often all keys were listed."""
         self._broker = broker
@@ -473,7 +474,10 @@ class Mirror(Generic[M]):
         except NotFoundError:
             return
         self.damaged.pop(key, None)
-        if entry is None:
-            self.entries.pop(key, None)
-        else:
+        if entry is not None:
             self.put(entry)
+            return
+        was_deleted = await self.bucket.was_deleted(key)
+        known = self.entries.pop(key, None)
+        if known is not None and not was_deleted:
+            self.lost[key] = known
