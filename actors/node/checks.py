@@ -214,9 +214,11 @@ class EnvCheckRunner:
             environment = {VARIABLE: request, **ENVIRONMENT}
             oom_kills = num_oom_kills()
             child = await self._starter.start(question.wanted, environment, writing, command)
-        except (OSError, ValueError) as error:  # a folder's name may contain a null byte
+        except BaseException as error:
             os.close(reading)
-            raise GameError(str(error), hint="see the node's log") from error
+            if isinstance(error, OSError | ValueError):  # a folder's name may contain a null byte
+                raise GameError(str(error), hint="see the node's log") from error
+            raise
         finally:
             os.close(writing)
         output = _Output()

@@ -537,8 +537,10 @@ class ActorProcess:
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.spec, self._environment, writing)
-        except Exception as error:  # noqa: BLE001  one actor's error must not end the whole node
+        except BaseException as error:
             os.close(reading)
+            if not isinstance(error, Exception):
+                raise  # one actor's error must not end the whole node
             if not isinstance(error, OSError):
                 _log.exception("actor_not_started", child=self.spec.name)
             self._output.add([f"cannot start {self.spec.name}: {error}"])

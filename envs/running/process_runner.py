@@ -156,8 +156,8 @@ class ProcessRunner:
         process.episodes.add(opening.episode)
         try:
             return await self._send(process, "reset", opening.episode, (opening,))
-        except errors.TinkermqError:
-            self._forget(opening.episode)
+        except BaseException:
+            self.drop(opening.episode)
             raise
 
     async def step(self, episode: str, action: str) -> StepResult:
@@ -216,11 +216,10 @@ class ProcessRunner:
 
     async def stop(self) -> None:
         """Kill the processes and wait until they are gone."""
-        for slot in self._slots:
-            if (process := slot.process) is not None:
-                self._bury(process, errors.GameError(f"the host of {self._game} has stopped"))
-                if process.reader is not None:
-                    await process.reader
+        processes = [slot.process for slot in self._slots if slot.process is not None]
+        for process in processes:
+            self._bury(process, errors.GameError(f"the host of {self._game} has stopped"))
+        await asyncio.gather(*(process.reader for process in processes if process.reader))
 
     async def _living(self, slot: _Slot) -> _Process:
         async with slot.lock:
@@ -251,8 +250,9 @@ class ProcessRunner:
 
     async def _spawn(self) -> _Process:
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undone:
+        async with contextlib.AsyncExitStack() as undone:
             undone.enter_context(ours)
+            undone.enter_context(theirs)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # a queue.py in the working folder must not hide Python's
@@ -264,11 +264,14 @@ class ProcessRunner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # output of games goes to the host's log
             )
+            undone.push_async_callback(child.wait)
+            undone.callback(child.kill)
+            theirs.close()
+            incoming, writer = await asyncio.open_connection(sock=ours)
+            process = _Process(child, ours, writer)
+            process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
             undone.pop_all()
-        incoming, writer = await asyncio.open_connection(sock=ours)
-        process = _Process(child, ours, writer)
-        process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
-        return process
+            return process
 
     def _send(
         self, process: _Process, verb: str, episode: str, arguments: Any

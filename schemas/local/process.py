@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -100,6 +100,39 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     # If no task awaits it any more, asyncio would report its exception as never retrieved.
     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """Await an awaitable to its end, even if this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()  # retrieved: the cancellation takes precedence
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def owned(work: Awaitable[T], give_back: Callable[[T], object]) -> T:
+    """Await what acquires something, which is given back if this task is cancelled meanwhile.
+
+    The work continues then, for example in its thread, and `give_back` gets its result.
+    """
+    task = asyncio.ensure_future(work)
+
+    def ended(done: "asyncio.Future[T]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            give_back(done.result())
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(ended)
+        raise
 
 
 # Notifications to systemd: the service is ready, its loop runs, it stops.
