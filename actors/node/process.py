@@ -622,8 +622,8 @@ class ActorProcess:
         fields = {
             "event": "actor_failed",
             "code": "deadline",
-            "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
-            "did not reach the broker",
+            "message": f"no heartbeat came for {self._silent_s:.0f} s: it may be stopped, "
+            "hang, or not reach the broker",
             "hint": "it is started again; py-spy or gdb show where a process hangs",
         }
         self._output.add([json.dumps(fields)])

@@ -27,8 +27,6 @@ from ..sandbox.sandbox import descendants
 from .episodes import Call, GameFacts, Opening, TimeLimits, retrieve_error
 from .worker import LENGTH
 
-START_TIMEOUT_S = 60.0
-"""Time limit of a worker's start, at least the time of a reset; then the process is killed."""
 MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
 """Bound on an answer of a process, which has already checked the values of its games."""
 _RESET_TRIES = 3
@@ -238,9 +236,10 @@ class ProcessRunner:
                 f"no process could be started for {self._game}: {error}",
                 hint="see the machine's memory, and its limits on processes and open files",
             ) from error
-        arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
         try:
-            return GameFacts(*await self._send(process, "start", "", arguments))
+            await self._send(process, "import", "", (self._game, sys.path))
+            made = (self._kwargs, self._worker_memory_mb)
+            return GameFacts(*await self._send(process, "start", "", made))
         except BaseException as error:
             reason = (
                 error.message if isinstance(error, errors.TinkermqError) else "it was cancelled"
@@ -279,10 +278,7 @@ class ProcessRunner:
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         body = pickle.dumps((number, verb, arguments))
-        limit_s = self._limits.of(verb)
-        if verb == "start":  # imports the game, too
-            limit_s = max(START_TIMEOUT_S, limit_s)
-        call = Call(verb, episode, limit_s, future, started=time.monotonic())
+        call = Call(verb, episode, self._limits.of(verb), future, started=time.monotonic())
         if process.lives:
             process.calls[number] = call
             process.writer.write(LENGTH.pack(len(body)) + body)

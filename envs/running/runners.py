@@ -17,11 +17,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from ...schemas.config.job import EnvConfig
+from ...schemas.local.process import in_daemon_thread
 from ...schemas.profile import TimeUse
 from ...schemas.wire.errors import GameError, StateError, TinkermqError
 from ...schemas.wire.foreign import Blame, clear_frames
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
-from ..registry import load_game
+from ..registry import import_needs, load_game
 from .episodes import (
     Call,
     Episodes,
@@ -241,7 +242,7 @@ class ThreadRunner:
         limits: TimeLimits,
     ) -> None:
         self._episodes = Episodes(game_class, kwargs)
-        self._name = game_class.__name__
+        self._class, self._name = game_class, game_class.__name__
         self._num_workers = num_workers
         self._limits = limits
         self._queue: deque[_Work] = deque()
@@ -259,6 +260,7 @@ class ThreadRunner:
         self._loop = asyncio.get_running_loop()
         for _ in range(self._num_workers):
             self._add_worker()
+        await self._submit("import", "", lambda: import_needs(self._class))
         return await self._submit("__init__", "", self._episodes.probe)
 
     def reset(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
@@ -407,6 +409,12 @@ class AsyncRunner:
     async def start(self) -> GameFacts:
         """Start the loop and make one game as a trial; return its description."""
         self._begin()
+        limit_s = self._limits.of("import")
+        try:
+            async with asyncio.timeout(limit_s):
+                await in_daemon_thread(lambda: import_needs(self._class), "import of a game")
+        except TimeoutError:
+            raise hung(self._class.__name__, "import", limit_s) from None
         probe = self._episodes.probe
 
         async def made() -> GameFacts:

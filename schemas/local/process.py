@@ -1,6 +1,7 @@
 """Processes and threads: end with the parent, hide secrets, report to systemd, run in a daemon."""
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import ctypes
@@ -13,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -100,6 +101,22 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     # If no task awaits it any more, asyncio would report its exception as never retrieved.
     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, also while daemon threads run Python code.
+
+    The interpreter's own end stops such a thread wherever it is; in native code, as at the import
+    of NumPy or torch, that aborts the process (`Fatal Python error: PyThreadState_Get`).
+    """
+    if not any(thread.daemon for thread in threading.enumerate()):
+        sys.exit(code)
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name)()  # what the interpreter does before it stops the threads
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 async def finish(work: Awaitable[T]) -> T:
