@@ -30,7 +30,13 @@ from ...schemas.model_apis.canonical import (
     parse_reply,
     pictures_of,
 )
-from ...schemas.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
+from ...schemas.tool_calls import (
+    FORMATS,
+    UNTYPED,
+    CallFormat,
+    certain_length,
+    in_hermes_form,
+)
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ..policy.chat import ChatTokenizer
@@ -344,9 +350,11 @@ def read_text(
     """Return an answer in the format that replies are read in (`ReplyReader`).
 
     It is parsed by the tokenizer's `response_template`, if it has one, or else by the template's
-    known format of calls.
+    known format of calls. A format without types is always read here, by all that a schema says.
     """
     text = chat.decode(generated_ids)
+    if tools and call_format(chat) in UNTYPED:
+        return hermes_text(chat, text, tools)
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
     if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
         return hermes_text(chat, text, tools)
