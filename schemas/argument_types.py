@@ -111,7 +111,10 @@ class _Reader:
         return {"anyOf": others} if (others := _others(fields)) else None
 
     def types(self, schema: Any, depth: int = 0) -> Types | None:
-        """Return the types that a schema allows; None: it says nothing; none: it refers to itself."""
+        """Return the types that a schema allows; None: it says nothing.
+
+        It is empty for a schema that only refers to itself.
+        """
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return None
         fields = cast("Schema", schema)

@@ -432,15 +432,14 @@ class CompletionAnswer(_OpenAIAnswer):
         return choice
 
     def _logprobs(self, of: "_Text", logprobs: Sequence[answers.TokenLogprob]) -> dict[str, Any]:
-        likeliest = [
-            {other.text: max(other.logprob, answers.LEAST_LOGPROB) for other in token.top}
-            for token in logprobs
-        ]
+        rows = [_by_text(token) for token in logprobs]
+        repeated = [others for _, others in rows]
         return {
             "tokens": [token.text for token in logprobs],
             "token_logprobs": [token.logprob for token in logprobs],
-            "top_logprobs": likeliest if self._num_top else None,
+            "top_logprobs": [likeliest for likeliest, _ in rows] if self._num_top else None,
             "text_offset": [of.offset.behind(token) for token in logprobs],
+            **({"repeated_top_logprobs": repeated} if any(repeated) else {}),
         }
 
     def _scores(self, prompt: int) -> dict[str, Any]:
@@ -448,6 +447,21 @@ class CompletionAnswer(_OpenAIAnswer):
         scores = [score for score in self.scores if score.prompt == prompt]
         rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
         return {"prompt_logprobs": rows} if scores else {}
+
+
+def _by_text(token: answers.TokenLogprob) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the likeliest tokens at a position by text, and those of a text that is taken.
+
+    The API has one number for a text, which is that of its likeliest token.
+    """
+    likeliest: dict[str, float] = {}
+    repeated: list[dict[str, Any]] = []
+    for other in sorted(token.top, key=lambda other: -other.logprob):
+        if other.text in likeliest:
+            repeated.append(other.fields())
+        else:
+            likeliest[other.text] = max(other.logprob, answers.LEAST_LOGPROB)
+    return likeliest, repeated
 
 
 class _Offset:
