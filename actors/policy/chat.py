@@ -144,7 +144,10 @@ class ChatTokenizer:
         """Whether the template ends a turn; otherwise the marker of the next role does."""
         marks = self._role_marks() if self._before and not ends else []
         eos = cast("int | None", tokenizer.eos_token_id)
-        ids = [*ends, *([] if eos is None else [eos]), *extra_stop_token_ids, *marks]
+        own_ends = [*([] if eos is None else [eos]), *extra_stop_token_ids]
+        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys(map(int, own_ends)))
+        """Tokens that end a text without a template: the tokenizer's, and the model's."""
+        ids = [*ends, *self.end_token_ids, *marks]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
         """Tokens that end a turn of the policy; the first one ends a conversation."""
         if not self.stop_token_ids:
