@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from ..chat_messages import Origin, UnreadableMessageError, read_conversation
+from ..chat_messages import NOT_SHOWN, Origin, UnreadableMessageError, read_conversation
 from ..infer import PromptScore
 from . import answers
 from .canonical import (
@@ -27,10 +27,15 @@ from .request import (
 )
 
 DONE = "data: [DONE]\n\n"
-_OWN_FIELDS = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-)
-"""Fields of a message that have their own field in a `ModelMessage`."""
+_OWN_FIELDS = NOT_SHOWN | {
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning",
+    "reasoning_content",
+}
+"""Fields of a message that have their own field in a `ModelMessage`, or that no template shows."""
 _SAMPLING = (
     "temperature",
     "top_p",
