@@ -245,7 +245,10 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
-    value = read_object(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        value = read_object(arguments) if arguments.strip() else {}
+    else:
+        value = arguments
     shown = {"name": function.get("name"), "arguments": arguments if value is None else value}
     name = call.get("id")
     return {"type": "function", "id": name if isinstance(name, str) else "", "function": shown}
@@ -262,12 +265,13 @@ def _template_content(content: Any) -> Any:
 
 
 def _template_part(part: Any) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        return {"type": "text", "text": str(part)}
     fields = _present(cast("dict[str, Any]", part))
     kind = _kind(fields)
     if kind in _TEXTS:
-        return {"type": "text", "text": fields.get("refusal" if kind == "refusal" else "text", "")}
+        text = fields.get("refusal" if kind == "refusal" else "text", "")
+        return {"type": "text", "text": str(text)}
     if kind in _IMAGES:
         return {"type": "image", "image": fields.get("image", fields.get("image_url"))}
     return fields

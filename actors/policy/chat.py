@@ -600,7 +600,7 @@ class ChatTokenizer:
         prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        if any(message.get("role") == "system" for message in messages):
+        if self._has_template and any(message.get("role") == "system" for message in messages):
             named = str(cast("Any", self._tokenizer).name_or_path or "the model")
             messages = self.system_form.fit(messages, named)
         if any(message.get("tool_calls") for message in messages):

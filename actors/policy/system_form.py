@@ -64,10 +64,10 @@ class SystemForm:
 def find_system_form(render: Render) -> SystemForm:
     """Find which system messages a template shows."""
     try:
-        shown = _in_order(render([_FIRST, _ASKED]), (_FIRST, _ASKED))
+        rendered = render([_FIRST, _ASKED])
     except ModelError as error:
         return SystemForm(refusal=error.message)
-    if not shown:
+    if _FIRST["content"] not in rendered:
         return SystemForm(refusal="the template leaves it out")
     several = [_FIRST, _SECOND, _ASKED, _SAID, _LATE, _MORE]
     try:
@@ -77,10 +77,9 @@ def find_system_form(render: Render) -> SystemForm:
 
 
 def _in_order(rendered: str, messages: Messages) -> bool:
-    """Whether a rendering has each message once, in order."""
+    """Whether a rendering has all messages, in order."""
     places = [rendered.find(message["content"]) for message in messages]
-    once = all(rendered.count(message["content"]) == 1 for message in messages)
-    return once and places == sorted(places)
+    return min(places) >= 0 and places == sorted(places)
 
 
 def _joined(*contents: Any) -> Any:
@@ -98,7 +97,7 @@ def _refused(model: str, reason: str) -> ModelError:
     return ModelError(
         f"the chat template of {model} takes no system message, and a conversation has one: "
         f"{reason}",
-        hint="use a game without a system prompt, a model whose template shows it, or write it "
-        "into chat_template.jinja in the model's folder, for example before the first message of "
-        "the user",
+        hint="use a game without a system prompt, leave it out of requests, use a model whose "
+        "template shows it, or write it into chat_template.jinja in the model's folder, for "
+        "example before the first message of the user",
     )

@@ -163,6 +163,26 @@ async def test_what_a_tool_says_to_the_api_alone_is_shown_in_neither() -> None:
     assert await served_prompt(chat, RESPONSES, in_responses) == plain
 
 
+async def test_what_has_no_effect_in_a_tool_is_told_to_programs_and_taken_by_servers() -> None:
+    told = {"strict": True, "input_examples": [{"q": "a"}]}
+    alone = {**told, "cache_control": {"type": "ephemeral"}, "defer_loading": False, "x": None}
+    bodies: dict[ModelApi, Body] = {
+        CHAT: {"messages": [USER], "tools": [{**TOOL, "function": {**NAMED, **alone}}]},
+        RESPONSES: {"input": "2+2?", "tools": [{"type": "function", **NAMED, **alone}]},
+        MESSAGES: {
+            "messages": [USER],
+            "tools": [{"name": "search", "input_schema": PARAMETERS, **alone}],
+            "max_tokens": 9,
+        },
+    }
+    for api, body in bodies.items():
+        request = call_request(api.read({"model": "m", **body}), "r")
+        assert request.without_effect == ["tools.strict", "tools.input_examples"]
+        assert await served_prompt(chat_of("qwen2_5"), api, body)
+    beside = {"messages": [USER], "tools": [{**TOOL, "strict": True}]}
+    assert call_request(CHAT.read({"model": "m", **beside}), "r").without_effect == ["tools.strict"]
+
+
 async def test_a_late_system_message_is_shown_as_words_of_the_user() -> None:
     chat = first_system_only()
     text = chat.decode_all(await served_prompt(chat, CHAT, CHATS["a late system message"]))
