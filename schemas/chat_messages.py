@@ -227,7 +227,10 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None}
     role = fields.pop("role", "")
     role = _ROLES.get(role, role)
-    content = _template_content(fields.pop("content", ""))
+    content = fields.pop("content", "")
+    if role == "tool" and not (isinstance(content, str) or _are_parts(content)):
+        content = json.dumps(content, ensure_ascii=False, default=json_default)
+    content = _template_content(content)
     calls = fields.pop("tool_calls", None)
     thoughts = [fields.pop("reasoning_content", None), fields.pop("reasoning", None)]
     answered = fields.pop("tool_call_id", None)

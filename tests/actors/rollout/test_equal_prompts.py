@@ -333,7 +333,8 @@ def in_chat(messages: list[Said]) -> list[Body]:
         }
         if all(isinstance(part, str) for part in one.parts):
             text = "".join(map(str, one.parts))
-            message["content"] = [text, message["content"], text or None][one.spelling]
+            spelling = one.spelling if one.parts else 0  # a tool's `[]` is its own list
+            message["content"] = [text, message["content"], text or None][spelling]
         if one.calls:
             message["tool_calls"] = [
                 {
