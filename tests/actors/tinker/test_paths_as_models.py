@@ -337,8 +337,11 @@ async def test_samples_end_with_the_token_that_completes_a_stop_text(served: Ser
     decode: Any = load_tokenizer(str(served.model)).decode
 
     def completed(ids: list[int], stops: list[str]) -> int | None:
-        wholes = (decode(ids[:num]).rstrip("�") for num in range(1, len(ids) + 1))
-        return next((n for n, w in enumerate(wholes, 1) if any(s in w for s in stops)), None)
+        for num, token in enumerate(ids, 1):
+            text = decode(ids[:num]).rstrip("�")
+            if token in ENDS or any(stop in text for stop in stops):
+                return num
+        return None
 
     text = decode(free[0][0])
     certain = [place for place in range(3, 40) if "�" not in text[place : place + 2]]
