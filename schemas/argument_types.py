@@ -99,15 +99,15 @@ class _Reader:
             parts = [*parts, self._referred(fields, reference)]
 
         def within(inner: list[Any]) -> list[Any]:
-            found = (self.of_property(part, name, depth + 1) for part in inner)
-            return [part for part in found if part is not None]
+            schemas = (self.of_property(part, name, depth + 1) for part in inner)
+            return [schema for schema in schemas if schema is not None]
 
-        found = [*([] if own is None else [own]), *within(parts)]
+        schemas = [*([] if own is None else [own]), *within(parts)]
         for key in ("anyOf", "oneOf"):
             if options := within(_listed(fields.get(key))):
-                found.append({"anyOf": options})
-        if found:
-            return {"allOf": found}
+                schemas.append({"anyOf": options})
+        if schemas:
+            return {"allOf": schemas}
         return {"anyOf": others} if (others := _others(fields)) else None
 
     def types(self, schema: Any, depth: int = 0) -> Types | None:
@@ -118,16 +118,16 @@ class _Reader:
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return None
         fields = cast("Schema", schema)
-        said = [_declared(fields), self._of_reference(fields, depth)]
-        said += [self.types(part, depth + 1) for part in _listed(fields.get("allOf"))]
+        parts = [_declared(fields), self._of_reference(fields, depth)]
+        parts += [self.types(schema, depth + 1) for schema in _listed(fields.get("allOf"))]
         for key in ("anyOf", "oneOf"):
             options = [self.types(option, depth + 1) for option in _listed(fields.get(key))]
             known = [option for option in options if option is not None]
             if options and len(known) == len(options):
-                said.append(frozenset[str]().union(*known))
-        known = [types for types in said if types]
+                parts.append(frozenset[str]().union(*known))
+        known = [types for types in parts if types]
         if not known:
-            return next((types for types in said if types is not None), None)
+            return next((types for types in parts if types is not None), None)
         allowed = known[0].intersection(*known[1:]) or known[0].union(*known[1:])
         return allowed | {"null"} if fields.get("nullable") is True else allowed
 
@@ -164,8 +164,8 @@ def _declared(fields: Schema) -> Types | None:
 
 def _with_integers(types: Iterator[str]) -> Types:
     """Return types as a set; an integer is a number, too."""
-    found = frozenset(types)
-    return found | {"integer"} if "number" in found else found
+    names = frozenset(types)
+    return names | {"integer"} if "number" in names else names
 
 
 def _others(fields: Schema) -> list[Any]:
