@@ -1,4 +1,4 @@
-"""Shapes and renders conversations for a model's chat template, and finds its features.
+"""Renders conversations for a model's chat template, and finds its features.
 
 Generated text is never rendered again. To find the text between the end of a turn and the next one,
 a short stand-in conversation with the *shape* of the turn is rendered: the same calls with their
