@@ -69,8 +69,9 @@ def referred(root: Any, reference: str) -> Any:
 
 
 def _type_of(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return "null" if value is None else names.get(type(value), "string")
+    names = {"bool": "boolean", "int": "integer", "float": "number", "NoneType": "null"}
+    names |= {"list": "array", "dict": "object"}
+    return names.get(type(value).__name__, "string")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -247,11 +247,10 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
-    arguments = function.get("arguments") or {}
+    arguments: Any = function.get("arguments") or {}
+    value: Any = arguments
     if isinstance(arguments, str):
         value = read_object(arguments) if arguments.strip() else {}
-    else:
-        value = arguments
     shown = {"name": function.get("name"), "arguments": arguments if value is None else value}
     name = call.get("id")
     return {"type": "function", "id": name if isinstance(name, str) else "", "function": shown}

@@ -275,7 +275,7 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
     ({"description": "anything"}, "5", "5"),
 ]
-WRITTEN = {
+WRITTEN: dict[CallFormat, str] = {
     qwen_xml: "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n"
     "</tool_call>",
     glm: "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
