@@ -33,6 +33,7 @@ LABELS = frozenset(
     {
         "cache_control",
         "cache_salt",
+        "guided_decoding_backend",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
