@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import structlog
@@ -509,14 +509,15 @@ class Sampler:
         return Sampled(made.token_ids[:num], made.logprobs[:num], ended)
 
     def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[tuple[int, ...], list[str]]:
-        """Return the stop tokens and stop texts; by default the model's end token."""
-        if stop is None:
-            end = cast("int | None", self._chat.tokenizer.eos_token_id)
-            return (() if end is None else (end,)), []
-        if isinstance(stop, str):
-            return (), [stop]
-        ids = tuple(item for item in stop if isinstance(item, int))
-        return ids, [item for item in stop if isinstance(item, str)]
+        """Return the stop tokens and stop texts.
+
+        Texts are added to the model's own end tokens, tokens replace them, and `[]` has neither.
+        """
+        listed = [stop] if isinstance(stop, str) else stop
+        texts = [item for item in listed or () if isinstance(item, str)]
+        if listed is None or texts:
+            return self._chat.end_token_ids, [text for text in texts if text]
+        return tuple(item for item in listed if isinstance(item, int)), []
 
 
 def _name_of(body: SampleBody, number: int) -> str:
