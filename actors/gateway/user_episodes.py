@@ -5,7 +5,7 @@ the episode's own key. Each gateway stores the keys of the episodes that were ta
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from cachetools import FIFOCache
@@ -35,6 +35,8 @@ _ANSWER_S = 15.0
 _NAME_CHARS = 200
 _MAX_KNOWN = 4096
 _POSTS = ("reward", "end", "note")
+_GONE = 410
+"""Status of an episode that is over, for users: 401 would be about their own key."""
 
 
 class NoEpisodeYet(errors.TinkermqError):
@@ -88,9 +90,9 @@ class UserEpisodes:
         try:
             episode = await self._programs(request).of_key(key)
         except KeyRefused as error:
-            raise EpisodeOver(
-                f"episode {name!r} is over, or was started again at another host"
-            ) from error
+            over = EpisodeOver(f"episode {name!r} is over, or was started again at another host")
+            over.status = _GONE
+            raise over from error
         what = request.url.path.split("/")[4:]
         return _Relayed(episode, "/".join(("/v1/episode", *what)), key)
 
@@ -106,6 +108,12 @@ class _Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the request as the episode's program."""
+
+        async def send_as_user(message: MutableMapping[str, Any]) -> None:
+            if message.get("status") == KeyRefused.status:  # the user's own key is good
+                message = {**message, "status": _GONE}
+            await send(message)
+
         others = ("authorization", "x-api-key", "api-key", "cookie")
         headers = [
             (name, value)
@@ -113,7 +121,8 @@ class _Relayed(Response):
             if name.decode("latin-1") not in others
         ]
         headers.append((b"authorization", f"Bearer {self._key}".encode()))
-        await self._episode({**scope, "path": self._path, "headers": headers}, receive, send)
+        scope = {**scope, "path": self._path, "headers": headers}
+        await self._episode(scope, receive, send_as_user)
 
 
 async def _request_episode(
