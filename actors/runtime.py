@@ -47,8 +47,9 @@ from ..schemas.wire.errors import (
     root_cause,
 )
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
-from .storage.access import refuse_links_to_others
+from .storage.access import refuse_files_of_others, refuse_links_to_others
 from .storage.cache import fetch_models
+from .storage.held_models import held_models
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -292,7 +293,8 @@ def run_job_actor(
                 await asyncio.to_thread(refuse_links_to_others, record, context.config)
                 if role != "environment":
                     with context.waiting("models from a store"):
-                        here = await fetch_models(broker, context.config, record, role)
+                        may_read = refuse_files_of_others(record)
+                        here = await fetch_models(broker, context.config, record, role, may_read)
                         context.config, context.record = here
                 code = await main(context)
             except TinkermqError as error:
@@ -300,6 +302,8 @@ def run_job_actor(
                     with contextlib.suppress(TinkermqError):  # the node reports it, too
                         await context.failed(error)
                 raise
+            finally:
+                held_models.close()
         await service.stop()
         if code is None and stopping.is_set() and not context.stop_asked:
             return EXIT_DRAINED

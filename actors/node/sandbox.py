@@ -263,7 +263,10 @@ def _data_files(spec: WantedActor, opened: contextlib.ExitStack) -> dict[Path, i
         try:
             file, place = hold(path)
         except OSError as error:
-            raise PathRefused(f"{path} cannot be opened: {error.strerror}") from error
+            raise PathRefused(
+                f"{path} cannot be opened: {error.strerror}",
+                hint="see its rights; it must not change while a host starts",
+            ) from error
         opened.callback(os.close, file)
         is_odd = not is_dataset_name(place) or is_of_another(place, own, roots)
         if (place != path and is_odd) or not stat.S_ISREG(os.fstat(file).st_mode):

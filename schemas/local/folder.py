@@ -283,13 +283,13 @@ class Folder:
 
         With `link`, files are hard-linked instead if the disk supports it: only for folders of one
         owner, since a write to one then changes the other. Files and folders named in `leave_out`
-        are not copied. Raises FileExistsError if `place` has such a file, StorageError for a link
-        or another kind of file, and if the disk lacks room.
+        are not copied, nor are names that are not UTF-8. Raises FileExistsError if `place` has such
+        a file, StorageError for a link or another kind of file, and if the disk lacks room.
         """
         give = _link if link else _copy_file
         with self.folder(name) as source, target.folder(place, make=True) as made:
             for odd in source.strange():
-                if set(leave_out).isdisjoint(PurePosixPath(odd).parts):
+                if source.has(odd) and set(leave_out).isdisjoint(PurePosixPath(odd).parts):
                     raise StorageError(
                         f"{source.path / odd} is a link, or no regular file, and is not copied",
                         hint="copy what it leads to in its place",

@@ -69,7 +69,7 @@ def test_a_table_of_digests_does_not_follow_links(tmp_path: Path) -> None:
     secret.write_text("it is there")
     (folder / "model.safetensors").symlink_to(secret)
     write_table(folder, "model.safetensors", hashlib.sha256(secret.read_bytes()).hexdigest())
-    with pytest.raises(StorageError, match="model.safetensors is a link, which is not") as told:
+    with pytest.raises(StorageError, match=r"model\.safetensors is a link, which") as told:
         check_digests(folder)
     assert "cp -rL model.safetensors" in told.value.hint
     (folder / "inner").symlink_to(tmp_path)
@@ -127,8 +127,8 @@ def test_a_model_in_hugging_faces_cache_is_read_through_its_links(
         link.unlink()
         link.symlink_to(target)
         if with_table:
-            os.utime(snapshot / "SHA256SUMS")  # it is compared anew
-            with pytest.raises(StorageError, match="inner/notes (is a link|differs)"):
+            os.utime(snapshot / "SHA256SUMS", follow_symlinks=False)  # it is compared anew
+            with pytest.raises(StorageError, match=r"inner/notes (is a link|differs)"):
                 check_digests(snapshot)
 
 
