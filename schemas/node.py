@@ -223,6 +223,8 @@ class LookQuestion(Message):
     )
     game: str = Field(default="", max_length=512)
     """Registered name, or `package.module:Class`; empty: none."""
+    user: str = Field(default="", max_length=64)
+    """Owner of the job, whose questions on disks that hang hold up no other's."""
 
 
 class ModelQuestion(Message):
@@ -232,6 +234,8 @@ class ModelQuestion(Message):
     """Folder on the node, or `owner/name` of the hub."""
     alike: bool = False
     """Give the same answer for every path without a model, existing or not."""
+    user: str = Field(default="", max_length=64)
+    """As in `LookQuestion`."""
 
 
 class GameCheckRequest(Request):
