@@ -4,6 +4,7 @@ The job's host in the pool assigns them. A request with the user's key is relaye
 the episode's own key. Each gateway stores the keys of the episodes that were taken there.
 """
 
+import math
 import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -199,5 +200,5 @@ def _episode_fields(record: JobRecord, reply: GiveReply, url: str) -> dict[str, 
         "openai_base_url": f"{url}/v1",
         "anthropic_base_url": url,
         "variables": model_environment(episode, url),
-        "left": {"seconds": round(reply.left_s, 1)},
+        "left": {"seconds": round(reply.left_s, 1) if math.isfinite(reply.left_s) else None},
     }
