@@ -50,6 +50,8 @@ class HeldModels:
 
         Raises ConfigError if its owner may not read a file in it, or if it cannot be read.
         """
+        if path in self._shown:
+            return self._shown[path]
         real = os.path.realpath(path)
         if not os.path.isdir(real):  # noqa: PTH112  False for odd paths
             return path
@@ -70,11 +72,12 @@ class HeldModels:
             self._shown[real], self._named[str(shown)] = str(shown), path
             if base := _base_of(shown):
                 self.hold(base, may_read)
-        return self._shown[real]
+        self._shown[path] = self._shown[real]
+        return self._shown[path]
 
     def shown(self, path: str) -> str:
         """Return where libraries read the model of a path; the path itself if it is not held."""
-        return self._shown.get(os.path.realpath(path), path) if self._shown else path
+        return self._shown.get(path, path)
 
     def named(self, path: str) -> str:
         """Return what a job names the model that libraries read from a path."""

@@ -345,11 +345,17 @@ def hold(path: str | Path, flags: int = _ANY) -> tuple[int, Path]:
     read. Raises OSError, also if a link has taken the place of a part meanwhile.
     """
     real = os.path.realpath(path)
-    fd = os.open(real, flags)
+    changed = OSError(errno.ELOOP, "a part of its path has become a link", real)
+    try:
+        fd = os.open(real, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise changed from error
     at = Path(f"/proc/self/fd/{fd}").readlink()
     if str(at) != real or stat.S_ISLNK(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.ELOOP, "a part of its path has become a link", real)
+        raise changed
     return fd, at
 
 
