@@ -33,6 +33,7 @@ from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket
 from ..broker.jetstream.streams import create_shared, wait_for_shared
 from ..broker.presence import PresenceBeat
+from ..envs.dataset import guard_datasets
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
@@ -291,9 +292,11 @@ def run_job_actor(
             context.on_progress = beat.hurry
             try:
                 await asyncio.to_thread(refuse_links_to_others, record, context.config)
+                may_read = refuse_files_of_others(record)
+                if may_read is not None:
+                    guard_datasets(may_read)
                 if role != "environment":
                     with context.waiting("models from a store"):
-                        may_read = refuse_files_of_others(record)
                         here = await fetch_models(broker, context.config, record, role, may_read)
                         context.config, context.record = here
                 code = await main(context)

@@ -259,7 +259,7 @@ def refuse_files_of_others(record: JobRecord) -> Callable[[Path], None] | None:
 
     def may_read(path: Path) -> None:
         if is_of_another(path, own, roots):
-            raise foreign_run_error(f"a file of a model of this job, {path},")
+            raise foreign_run_error(f"{path}, a file of a model or dataset of this job,")
 
     return may_read if roots else None
 
