@@ -36,8 +36,12 @@ _ANSWER_S = 15.0
 _NAME_CHARS = 200
 _MAX_KNOWN = 4096
 _POSTS = ("reward", "end", "note")
-_GONE = 410
-"""Status of an episode that is over, for users: 401 would be about their own key."""
+
+
+class EpisodeGone(EpisodeOver):
+    """A user's episode is over; 401 would be about the user's own key."""
+
+    status = 410
 
 
 class NoEpisodeYet(errors.TinkermqError):
@@ -91,9 +95,9 @@ class UserEpisodes:
         try:
             episode = await self._programs(request).of_key(key)
         except KeyRefused as error:
-            over = EpisodeOver(f"episode {name!r} is over, or was started again at another host")
-            over.status = _GONE
-            raise over from error
+            raise EpisodeGone(
+                f"episode {name!r} is over, or was started again at another host"
+            ) from error
         what = request.url.path.split("/")[4:]
         return _Relayed(episode, "/".join(("/v1/episode", *what)), key)
 
@@ -112,7 +116,7 @@ class _Relayed(Response):
 
         async def send_as_user(message: MutableMapping[str, Any]) -> None:
             if message.get("status") == KeyRefused.status:  # the user's own key is good
-                message = {**message, "status": _GONE}
+                message = {**message, "status": EpisodeGone.status}
             await send(message)
 
         others = ("authorization", "x-api-key", "api-key", "cookie")

@@ -61,7 +61,8 @@ class HeldModels:
                 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             shown = self._folder / real.lstrip("/")
-            self._files_left, self._bytes_left, self._folders = _MAX_FILES, _MAX_BYTES, set()
+            self._files_left, self._bytes_left = _MAX_FILES, _MAX_BYTES
+            self._folders.clear()
             try:
                 self._show(real, shown, may_read, depth=0)
             except OSError as error:

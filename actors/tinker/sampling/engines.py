@@ -456,7 +456,7 @@ class FairSlots:
         """Offer `num_places`."""
         self.turns = FairShare(quantum)
         """The users' turns."""
-        self._free = num_places
+        self._free: int = num_places
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[_WaitingRequest]] = {}
 
