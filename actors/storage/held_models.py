@@ -30,7 +30,7 @@ _MAX_DEPTH = 3
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 MayRead = Callable[[Path], None]
-"""Raises ConfigError for a real path that the job's owner may not read."""
+"""Raises ConfigError for a real path, to which a link leads, that the job's owner may not read."""
 
 
 class HeldModels:
@@ -64,7 +64,7 @@ class HeldModels:
             self._files_left, self._bytes_left = _MAX_FILES, _MAX_BYTES
             self._folders.clear()
             try:
-                self._show(real, shown, may_read, depth=0)
+                self._show(os.path.abspath(path), shown, may_read, depth=0)  # noqa: PTH100
             except OSError as error:
                 raise ConfigError(
                     f"model {path} cannot be read: {error.strerror}",
@@ -98,7 +98,8 @@ class HeldModels:
 
     def _show(self, path: str, shown: Path, may_read: MayRead, depth: int) -> None:
         with Folder.held(path) as folder:
-            may_read(folder.path)
+            if str(folder.path) != path:
+                may_read(folder.path)
             if folder.path in self._folders:
                 return  # links go in a circle
             self._folders.add(folder.path)
@@ -125,7 +126,8 @@ class HeldModels:
                 self._show(str(real), shown, may_read, depth + 1)
             return
         with os.fdopen(file, "rb") as source:
-            may_read(real)
+            if str(real) != path:
+                may_read(real)
             if shown.suffix in _WEIGHTS or status.st_size > _MAX_COPIED_BYTES:
                 self._files.append(os.dup(file))
                 shown.symlink_to(f"/proc/{os.getpid()}/fd/{self._files[-1]}")
