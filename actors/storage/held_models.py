@@ -7,6 +7,7 @@ own: with copies of small files, whose content is not read twice, and with links
 descriptors of the others.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -119,20 +120,21 @@ class HeldModels:
             file, real = hold(path, _FILE)
         except (FileNotFoundError, PermissionError):
             return  # libraries cannot read it either
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(file)
-            if stat.S_ISDIR(status.st_mode) and depth < _MAX_DEPTH:
-                self._show(str(real), shown, may_read, depth + 1)
-            return
-        with os.fdopen(file, "rb") as source:
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, file)
+            status = os.fstat(file)
             if str(real) != path:
                 may_read(real)
-            if shown.suffix in _WEIGHTS or status.st_size > _MAX_COPIED_BYTES:
+            if stat.S_ISDIR(status.st_mode) and depth < _MAX_DEPTH:
+                self._show(str(real), shown, may_read, depth + 1)
+            elif not stat.S_ISREG(status.st_mode):
+                return
+            elif shown.suffix in _WEIGHTS or status.st_size > _MAX_COPIED_BYTES:
                 self._files.append(os.dup(file))
                 shown.symlink_to(f"/proc/{os.getpid()}/fd/{self._files[-1]}")
-                return
-            self._bytes_left -= shown.write_bytes(source.read(_MAX_COPIED_BYTES))
+            else:
+                with os.fdopen(os.dup(file), "rb") as source:
+                    self._bytes_left -= shown.write_bytes(source.read(_MAX_COPIED_BYTES))
 
 
 def _base_of(adapter: Path) -> str | None:
