@@ -269,20 +269,20 @@ class SampledAdapters:
 
     async def _acquire(self, snapshot: Snapshot) -> _Loaded:
         future: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
-        waiting = _WaitingRow(snapshot.user, snapshot, future)
-        self._waiting.append(waiting)
+        self._waiting.append(_WaitingRow(snapshot.user, snapshot, future))
         self._begin_rows()
         try:
             return await future
         except asyncio.CancelledError:
             if future.cancelled():
-                self._waiting.remove(waiting)
+                self._begin_rows()
             else:  # it got its adapter at that moment
                 self._release(future.result(), snapshot.user)
             raise
 
     def _begin_rows(self) -> None:
         """Give rows their adapters in turn, and have adapters leave for the users who wait on."""
+        self._waiting = [row for row in self._waiting if not row.adapter.done()]  # cancelled
         while (row := self._next_row()) is not None:
             self._waiting.remove(row)
             row.adapter.set_result(self._entered(row.user, row.snapshot))

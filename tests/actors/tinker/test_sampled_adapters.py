@@ -245,16 +245,15 @@ def test_what_is_told_of_a_prompt() -> None:
 
 async def test_a_request_cancelled_at_any_await_leaves_its_adapter_to_others(base: Path) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
-    adapters = held(engine, 1)
-    metered = MeteredEngine(engine, 1)
+    metered = MeteredEngine(engine, held(engine, 1), 1)
+    one, other = snapshot(base, 0), snapshot(base, 1, user="bob")
 
     async def draw() -> None:
-        async with adapters.using(snapshot(base, 0)) as name:
-            await metered.generate("ada", [1], Sampling(2), request_id="a", adapter=name)
+        await metered.generate("ada", [1], Sampling(2), request_id="a", adapter=one)
 
     async def others_are_served() -> None:
-        async with asyncio.timeout(60), adapters.using(snapshot(base, 1)) as name:
-            await metered.generate("bob", [1], Sampling(1), request_id="b", adapter=name)
+        async with asyncio.timeout(60):
+            await metered.generate("bob", [1], Sampling(1), request_id="b", adapter=other)
 
     assert await cancel_everywhere(draw, others_are_served) > 2
     await engine.close()
