@@ -467,7 +467,7 @@ class TinkerConfigDict(TypedDict, total=False):
     idle_s: float
     """Seconds after which an unused adapter is written to disk."""
     sampled_at_once: int
-    """Adapters that one sampler holds and decodes in one batch; others wait until one is idle."""
+    """Adapters that one sampler holds and decodes in one batch; users take them in turn."""
     checkpoint_mb: int
     """Megabytes of checkpoints per user; saving fails beyond."""
     micro_batch_tokens: int

@@ -25,7 +25,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from ..schemas.chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from ..schemas.config.agent import TaskSource
-from ..schemas.local.folder import temporary_folder
+from ..schemas.local.folder import hold, temporary_folder
 from ..schemas.local.process import is_killed_from_outside, num_oom_kills
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
@@ -387,25 +387,26 @@ BATCH_ROWS = 1024
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 
 
-def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
+def unpack_parquet(path: Path, rows: Path, ends: Path, source: Path | None = None) -> None:
     """Write the rows of a parquet file to `rows`, and the end of each to `ends`.
 
-    Runs in a process of its own, unless pyarrow is already imported here. Raises DataError for a
-    file that is not parquet, StorageError if the rows cannot be written.
+    It is read from `source`, by default its path. Runs in a process of its own, unless pyarrow is
+    already imported here. Raises DataError for a file that is not parquet, StorageError if the rows
+    cannot be written.
     """
     if "pyarrow" in sys.modules:
-        _unpack(path, rows, ends)
+        _unpack(path, rows, ends, source or path)
         return
     oom_kills = num_oom_kills()
     done = subprocess.run(
         # -P: a file in the working folder, such as queue.py, must not hide a module of Python
-        [sys.executable, "-P", "-m", __name__, str(path), str(rows), str(ends)],
+        [sys.executable, "-P", "-m", __name__, *map(str, (path, rows, ends, source or path))],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
     )
     if is_killed_from_outside(done.returncode, oom_kills):
-        unpack_parquet(path, rows, ends)
+        unpack_parquet(path, rows, ends, source)
         return
     if done.returncode == 2:
         raise errors.error_from_reply(*json.loads(done.stdout))
@@ -417,11 +418,11 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         )
 
 
-def _unpack(path: Path, rows: Path, ends: Path) -> None:
+def _unpack(path: Path, rows: Path, ends: Path, source: Path) -> None:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as packed:
+        with pyarrow.parquet.ParquetFile(source) as packed:
             _write(packed, rows, ends)
     except errors.DataError as error:
         raise errors.DataError(f"{path}: {error.message}", hint=error.hint) from error
@@ -526,9 +527,9 @@ def _without_filled(value: Any, kind: Any) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     """Unpack one file; print a TinkermqError as JSON and exit with code 2."""
-    path, rows, ends = (Path(argument) for argument in argv)
+    path, rows, ends, source = (Path(argument) for argument in argv)
     try:
-        _unpack(path, rows, ends)
+        _unpack(path, rows, ends, source)
     except errors.TinkermqError as error:
         sys.stdout.write(json.dumps([error.code, error.message, error.hint]))
         return 2
@@ -650,13 +651,43 @@ def _open_file(
     return file
 
 
+_guards: list[Callable[[Path], None]] = []
+
+
+def guard_datasets(may_read: Callable[[Path], None]) -> None:
+    """Let this process follow links to a dataset only if `may_read` accepts the real path.
+
+    It raises ConfigError for others. Files are opened once: links that take their place later are
+    not followed.
+    """
+    _guards[:] = [may_read]
+
+
+def _open(path: Path) -> int:
+    """Open a dataset to read; raises DataError, ConfigError."""
+    try:
+        file, real = hold(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise errors.DataError(
+            f"{path} cannot be opened: {error.strerror}", hint="see its rights and its folder"
+        ) from error
+    try:
+        for may_read in _guards:
+            if str(real) != os.path.abspath(path):  # noqa: PTH100
+                may_read(real)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 class _StoredRows:
     """Rows stored one after the other in a file that stays open."""
 
-    def __init__(self, path: Path, stored: Path) -> None:
+    def __init__(self, path: Path, file: int) -> None:
         self._path = path
         self._ends = array("Q")
-        self._file = os.open(stored, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = file
         self._closed = weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
@@ -682,7 +713,7 @@ class _JsonLines(_StoredRows):
     """The lines of a JSONL file; a blank line belongs to the next line."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, path)
+        super().__init__(path, _open(path))
         end = 0
         with open(self._file, "rb", closefd=False) as lines:
             for line in lines:
@@ -733,8 +764,12 @@ class _Parquet(_StoredRows):
     def __init__(self, path: Path) -> None:
         with temporary_folder("data") as folder:
             rows, ends = folder / "rows", folder / "ends"
-            unpack_parquet(path, rows, ends)
-            super().__init__(path, rows)
+            packed = _open(path)
+            try:
+                unpack_parquet(path, rows, ends, Path(f"/proc/{os.getpid()}/fd/{packed}"))
+            finally:
+                os.close(packed)
+            super().__init__(path, os.open(rows, os.O_RDONLY | os.O_CLOEXEC))
             self._ends.frombytes(ends.read_bytes())
 
     def row(self, number: int) -> Mapping[str, Any]:

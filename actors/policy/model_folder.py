@@ -15,6 +15,7 @@ from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
+from ..storage.held_models import held_models
 from ..storage.model_files import check_model_files, refuse_code
 from .lora import add_adapter, merge, refuse_unmatched, share_weights, untie
 
@@ -251,10 +252,12 @@ def load_model_config(
     try:
         fields = cast("dict[str, Any]", cast("Any", PreTrainedConfig).get_config_dict(path)[0])
         refuse_code(fields, f"config.json of model {path}")
-        return cast(
+        config = cast(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
+        config.name_or_path = held_models.named(path)
+        return config
     except ModelError:
         raise
     except Exception as error:  # of a library, or of the model's own code
@@ -347,6 +350,7 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
+    model.name_or_path = model.config.name_or_path = held_models.named(path)
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(

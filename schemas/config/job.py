@@ -424,7 +424,7 @@ class TinkerConfig(Section):
     idle_s: float = Field(default=600.0, gt=0)
     """Seconds after which an unused adapter is written to disk."""
     sampled_at_once: int = Field(default=16, ge=1, le=1024)
-    """Adapters that one sampler holds and decodes in one batch; others wait until one is idle."""
+    """Adapters that one sampler holds and decodes in one batch; users take them in turn."""
     checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
     """Megabytes of checkpoints per user; saving fails beyond."""
     micro_batch_tokens: int = Field(default=8192, ge=16)

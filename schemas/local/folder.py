@@ -30,6 +30,7 @@ MAX_DEPTH = 16
 """Maximum depth of a folder's tree."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_ANY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 1 << 22
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -75,11 +76,8 @@ class Folder:
         Its `path` is the real one, so what is decided on it holds for what was opened. Raises
         OSError, also if a link has taken the place of a part meanwhile.
         """
-        real = os.path.realpath(path)
-        folder = cls(real)
-        if str(Path(f"/proc/self/fd/{folder.fileno()}").readlink()) != real:
-            folder.close()
-            raise NotADirectoryError(errno.ENOTDIR, "a part of it has become a link", real)
+        folder = cls.__new__(cls)
+        folder._fd, folder.path = hold(path, _FOLDER)
         return folder
 
     def __enter__(self) -> Self:
@@ -282,15 +280,21 @@ class Folder:
         link: bool = False,
         leave_out: Sequence[str] = (),
     ) -> None:
-        """Copy the regular files of a folder to a new one of another `Folder`; links are skipped.
+        """Copy the regular files of a folder to a new one of another `Folder`.
 
         With `link`, files are hard-linked instead if the disk supports it: only for folders of one
         owner, since a write to one then changes the other. Files and folders named in `leave_out`
-        are not copied. Raises FileExistsError if `place` has such a file, StorageError if the disk
-        lacks room.
+        are not copied, nor are names that are not UTF-8. Raises FileExistsError if `place` has such
+        a file, StorageError for a link or another kind of file, and if the disk lacks room.
         """
         give = _link if link else _copy_file
         with self.folder(name) as source, target.folder(place, make=True) as made:
+            for odd in source.strange():
+                if source.has(odd) and set(leave_out).isdisjoint(PurePosixPath(odd).parts):
+                    raise StorageError(
+                        f"{source.path / odd} is a link, or no regular file, and is not copied",
+                        hint="copy what it leads to in its place",
+                    )
             copied = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
             num_bytes, free = sum(entry.num_bytes for entry in copied), _free_bytes(made)
             if not link and num_bytes > free:  # sparse files are written in full
@@ -333,6 +337,27 @@ class Folder:
             f"{self.path / name} has {num_bytes:,} bytes; at most {max_bytes:,} are read",
             hint="remove it, if the run's learner did not write it",
         )
+
+
+def hold(path: str | Path, flags: int = _ANY) -> tuple[int, Path]:
+    """Open a file or folder whose path may have links; return its descriptor and its real path.
+
+    What is decided on that path holds for what was opened, which by default can be mounted but not
+    read. Raises OSError, also if a link has taken the place of a part meanwhile.
+    """
+    real = os.path.realpath(path)
+    changed = OSError(errno.ELOOP, "a part of its path has become a link", real)
+    try:
+        fd = os.open(real, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise changed from error
+    at = Path(f"/proc/self/fd/{fd}").readlink()
+    if str(at) != real or stat.S_ISLNK(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise changed
+    return fd, at
 
 
 def is_inside(name: str) -> bool:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from tinkermq.envs.dataset import (
     BATCH_ROWS,
     Dataset,
     Record,
+    guard_datasets,
     parse_record,
     parse_task,
     unpack_parquet,
@@ -27,7 +30,7 @@ from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.running.episodes import Episodes, Opening
 from tinkermq.envs.write_data import verl_row, write_rows
-from tinkermq.schemas.wire.errors import DataError, GameError, StorageError
+from tinkermq.schemas.wire.errors import ConfigError, DataError, GameError, StorageError
 
 
 def rows(count, start=0):
@@ -666,3 +669,50 @@ def test_a_conversation_with_half_a_character_costs_itself(tmp_path: Path) -> No
     assert [data.row(number).messages[1]["content"] for number in (0, 2)] == ["ok", "fine"]
     with pytest.raises(DataError, match=r"row 1 of .*chats.jsonl .* in the column 'messages'"):
         data.row(1)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Path]:
+    """A folder of another user, whose files this process may not open."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+
+    def may_read(real: Path) -> None:
+        if real.is_relative_to(theirs):
+            raise ConfigError(f"{real} is not yours")
+
+    guard_datasets(may_read)
+    yield theirs
+    guard_datasets(lambda real: None)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_dataset_that_a_link_replaces_is_not_opened(
+    tmp_path: Path, guarded: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, is_late: bool
+) -> None:
+    own, theirs = tmp_path / f"rows{suffix}", guarded / f"rows{suffix}"
+    for file, text in ((own, "own"), (theirs, "secret")):
+        rows = [{"prompt": text, "answer": text}]
+        if suffix == ".jsonl":
+            file.write_text("".join(json.dumps(row) for row in rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), file)
+    data = Dataset([own])
+    assert data.record(0).ground_truth == "own"
+    data.close()
+    look = os.path.realpath
+
+    def replaced(path: str | Path, **options: Any) -> str:
+        real = look(path, **options)
+        if str(path) == str(own) and not own.is_symlink():
+            own.unlink()
+            own.symlink_to(theirs)
+        return real
+
+    if is_late:
+        monkeypatch.setattr(os.path, "realpath", replaced)
+    else:
+        replaced(own)
+    with pytest.raises((ConfigError, DataError), match=r"is not yours|has become a link"):
+        Dataset([own])

@@ -105,7 +105,12 @@ def test_a_copy_holds_regular_files_alone(run_dir: Path, tmp_path: Path, link: b
     (run_dir / "good" / "learner" / "state").write_bytes(b"x")
     target = tmp_path / "other"
     target.mkdir()
+    (run_dir / "good" / "learner" / "link").symlink_to(run_dir)
     with Folder(run_dir) as folder, Folder(target) as other:
+        for odd in ("link", "inner/folder"):
+            with pytest.raises(StorageError, match=f"good/{odd} is a link, or no regular file"):
+                folder.copy("good", other, "fork", link=link, leave_out=["learner"])
+            folder.unlink(f"good/{odd}")
         folder.copy("good", other, "fork", link=link, leave_out=["learner"])
     found = sorted(str(one.relative_to(target)) for one in target.rglob("*") if not one.is_dir())
     assert found == ["fork/file", "fork/inner/file"]
