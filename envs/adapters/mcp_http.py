@@ -16,7 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from http.cookiejar import DefaultCookiePolicy
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -50,7 +50,7 @@ _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 3600.0
 _MAX_FRUITLESS = 5
 _SESSION_ID = re.compile(r"[\x21-\x7e]{1,1024}")
-_EVENT_ID = re.compile(rb"[^\x00-\x1f\x7f]{0,1024}")
+_EVENT_ID = re.compile(rb"[\x20-\x7e]{0,1024}")
 _NEEDS_KEY = frozenset({401, 403})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NO_CONTENT = frozenset({202, 204})
@@ -171,9 +171,10 @@ class HttpChannel:
                 return
             begun, *notes = self._opening
             answer = await self._requested(begun)
-            result: Any = answer.get("result")
+            result = answer.get("result")
             version = self._headers.get("MCP-Protocol-Version")
-            if not isinstance(result, dict) or {**result}.get("protocolVersion") != version:
+            fields = cast("dict[str, Any]", result) if isinstance(result, dict) else {}
+            if fields.get("protocolVersion") != version:
                 raise McpServerError(
                     f"{self._name} ended its session, and began another with {shown(answer)}",
                     hint=f"it spoke MCP {version} before",
@@ -226,7 +227,7 @@ class HttpChannel:
                 yield reply
 
     async def _reply(
-        self, method: str, headers: Mapping[str, str | bytes], body: bytes | None = None
+        self, method: str, headers: Mapping[str, str], body: bytes | None = None
     ) -> "_Reply":
         """Send a request and return the reply's head; its body is not read yet."""
         url = self._url
@@ -357,7 +358,7 @@ class HttpChannel:
         problem = "it sends nothing"
         with self._blaming():
             try:
-                headers = {**self._headers, "Last-Event-ID": stream.last_event}
+                headers = {**self._headers, "Last-Event-ID": stream.last_event.decode()}
                 reply = await self._reply("GET", headers)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
