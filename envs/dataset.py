@@ -1,7 +1,8 @@
-"""Datasets on disk: any row of parquet and JSONL files, without holding them in memory.
+"""Datasets on disk: any row of parquet, Arrow and JSONL files, without holding them in memory.
 
 A file stays open with an index of its rows, and each row is read and decoded when it is needed: a
-JSONL file directly, a parquet file after it was unpacked to a temporary file. Files are not mapped
+JSONL file directly, any other after it was unpacked to a temporary file. A folder that Hugging
+Face's `save_to_disk` wrote stands for its Arrow files. Files are not mapped
 into memory, because a truncated file would then kill the process.
 """
 
@@ -19,6 +20,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +38,6 @@ from .task_folders import HarborTask, TaskFolders
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
-    from pyarrow.parquet import ParquetFile
 
 
 # One row of a dataset, in verl's columns or as `prompt` and `answer`.
@@ -45,7 +46,10 @@ TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
 """Columns that may hold the gold answer."""
 IMAGE_TAG = "<image>"
 _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
-"""Texts that programs use for a missing value."""
+"""Texts that programs use for a missing value; in a gold answer they are what they say."""
+_INT64 = range(-(2**63), 2**64)
+_SURE = 2**53
+"""Up to here a float of a whole number is that number."""
 
 
 class RowError(errors.DataError):
@@ -195,6 +199,8 @@ def _source(row: Mapping[str, Any], where: str) -> str:
 
 def _is_absent(value: Any) -> bool:
     """Return whether an optional column is empty: null, NaN, or a text for a missing value."""
+    if isinstance(value, str):
+        return value.strip().lower() in _NOTHING
     return not isinstance(value, list | Mapping | bytes) and is_no_answer(value)
 
 
@@ -209,17 +215,40 @@ def _from_json(value: Any, openings: str) -> Any:
 
 
 def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with Python's lists and numbers in place of NumPy's (from pandas)."""
-    return {name: plain(value) for name, value in row.items()}
+    """Return a row with Python's lists and numbers in place of NumPy's (from pandas).
+
+    Integers of more than 64 bits, which messages cannot hold, become texts.
+    """
+    return {name: _without_large(plain(value)) for name, value in row.items()}
+
+
+def _without_large(value: Any) -> Any:
+    if isinstance(value, int):
+        return value if value in _INT64 else str(value)
+    if isinstance(value, list):
+        return [_without_large(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _without_large(each) for key, each in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def _whole(answer: Any) -> Any:
+    """Return a gold answer; a whole number as an integer.
+
+    pandas and parquet write integers as floats where a row of the column has none.
+    """
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) <= _SURE:
+        return int(answer)
+    return answer
 
 
 def _truth_if_any(row: Mapping[str, Any]) -> Any:
     """Return the gold answer of a row, or None."""
     reward_model = _from_json(row.get("reward_model"), "{")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
-        return cast("Any", reward_model["ground_truth"])
+        return _whole(cast("Any", reward_model["ground_truth"]))
     answers = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
-    return next(answers, None)
+    return _whole(next(answers, None))
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
@@ -238,7 +267,7 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
 
 
 def answer_text(ground_truth: Any) -> str:
-    """Return a gold answer as text, for a game that compares texts.
+    """Return a gold answer as text, for a game that compares texts; numbers without an exponent.
 
     Raises DataError if it is neither a text nor a number, since the text of any other value depends
     on the program that wrote it.
@@ -248,16 +277,19 @@ def answer_text(ground_truth: Any) -> str:
             f"the gold answer {shorten(ground_truth)} is neither a text nor a number",
             hint="write it into the data as the policy shall say it",
         )
+    if isinstance(ground_truth, float) and math.isfinite(ground_truth):
+        number = Decimal(repr(ground_truth))
+        return f"{number.to_integral_value() if ground_truth.is_integer() else number:f}"
     return str(ground_truth)
 
 
 def is_no_answer(value: Any) -> bool:
-    """Return whether a value means a missing answer: null, NaN, empty, or a text for them.
+    """Return whether a value means a missing answer: null, NaN, or a blank text.
 
     A list without any answer counts as missing.
     """
     if isinstance(value, str):
-        return value.strip().lower() in _NOTHING
+        return not value.strip()
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, list | tuple):
@@ -278,7 +310,7 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
                 f"{where} has no gold answer: {name} is {shorten(value)}",
                 hint="fill it, or leave the row out of the data",
             )
-        return value
+        return _whole(value)
     raise errors.DataError(
         f"{where} has no gold answer: reward_model is {shorten(reward_model)}",
         hint="fill reward_model.ground_truth, or the column answer",
@@ -338,7 +370,7 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
     return image
 
 
-# Unpack a parquet file to rows that can be read one by one without pyarrow.
+# Unpack a parquet or Arrow file to rows that can be read one by one without pyarrow.
 #
 # A compressed row group cannot be entered in its middle, and pyarrow takes more memory than all
 # else in an environment host; so a file is unpacked once, by a process that then ends. The results
@@ -351,16 +383,18 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
 """Columns of chat messages or tools."""
+_FEATHER = b"ARROW1"
+_A = {"parquet": "a parquet", "arrow": "an Arrow"}
 BATCH_ROWS = 1024
 """Rows in memory at the same time."""
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 
 
-def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
-    """Write the rows of a parquet file to `rows`, and the end of each to `ends`.
+def unpack(path: Path, rows: Path, ends: Path) -> None:
+    """Write the rows of a parquet or Arrow file to `rows`, and the end of each to `ends`.
 
     Runs in a process of its own, unless pyarrow is already imported here. Raises DataError for a
-    file that is not parquet, StorageError if the rows cannot be written.
+    file that is neither, StorageError if the rows cannot be written.
     """
     if "pyarrow" in sys.modules:
         _unpack(path, rows, ends)
@@ -374,7 +408,7 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         check=False,
     )
     if is_killed_from_outside(done.returncode, oom_kills):
-        unpack_parquet(path, rows, ends)
+        unpack(path, rows, ends)
         return
     if done.returncode == 2:
         raise errors.error_from_reply(*json.loads(done.stdout))
@@ -387,20 +421,20 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
 
 
 def _unpack(path: Path, rows: Path, ends: Path) -> None:
-    import pyarrow.parquet
+    import pyarrow
 
+    kind = path.suffix.removeprefix(".")
     try:
-        with pyarrow.parquet.ParquetFile(path) as packed:
-            _write(packed, rows, ends)
+        _write(_batches(path), rows, ends)
     except errors.DataError as error:
         raise errors.DataError(f"{path}: {error.message}", hint=error.hint) from error
     except pyarrow.ArrowInvalid as error:
         raise errors.DataError(
-            f"{path} is not a parquet file: {error}", hint="write it again"
+            f"{path} is not {_A[kind]} file: {error}", hint="write it again"
         ) from error
     except pyarrow.ArrowException as error:
         raise errors.DataError(
-            f"{path} cannot be read as parquet: {error}",
+            f"{path} cannot be read as {kind}: {error}",
             hint="write it again, with a codec that this pyarrow has",
         ) from error
     except OSError as error:
@@ -414,11 +448,30 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
         ) from error
 
 
-def _write(packed: "ParquetFile", rows: Path, ends: Path) -> None:
+def _batches(path: Path) -> "Iterator[RecordBatch]":
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as packed:
+            yield from packed.iter_batches(BATCH_ROWS)  # pyright: ignore[reportUnknownMemberType] - stubs
+        return
+    with pyarrow.OSFile(str(path)) as file:  # a stream as save_to_disk writes it, or Feather
+        is_stream = file.read(len(_FEATHER)) != _FEATHER
+        file.seek(0)
+        if is_stream:
+            batches = iter(pyarrow.ipc.open_stream(file))
+        else:
+            packed = pyarrow.ipc.open_file(file)
+            batches = map(packed.get_batch, range(packed.num_record_batches))
+        for batch in batches:
+            for first in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(first, BATCH_ROWS)
+
+
+def _write(batches: "Iterable[RecordBatch]", rows: Path, ends: Path) -> None:
     places = array("Q")
     place = 0
     with rows.open("wb") as file:
-        batches = packed.iter_batches(BATCH_ROWS)  # pyright: ignore[reportUnknownMemberType] - stubs
         for batch in batches:
             for row in _decoded(batch, len(places)):
                 place += file.write(_packb(row, default=str))
@@ -526,7 +579,8 @@ class Dataset:
         """
         if not paths:
             raise errors.DataError("a dataset has no files", hint="set env.train_data")
-        self.paths = [Path(path).expanduser() for path in paths]
+        named = [Path(path).expanduser() for path in paths]
+        self.paths = [file for path in named for file in _files_of(path)]
         with contextlib.ExitStack() as opened:
             self._files = [_open_file(path, opened, check) for path in self.paths]
             self._closing = opened.pop_all()
@@ -594,9 +648,39 @@ def is_dataset_name(path: Path) -> bool:
     return path.suffix in _READERS
 
 
+def saved_files(path: Path) -> list[Path]:
+    """Return the Arrow files of a folder that `save_to_disk` of Hugging Face's datasets wrote."""
+    return sorted(path.glob("data-*-of-*.arrow")) or [*path.glob("dataset.arrow")]
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a data file itself, or the files of a saved folder; DataError for another folder."""
+    if TaskSource.parse(str(path)) is not None or not path.is_dir():
+        return [path]
+    files = saved_files(path)
+    if files and not (path / "indices.arrow").exists():
+        return files
+    if files:
+        raise errors.DataError(
+            f"the rows of {path} stand in another order than in its files",
+            hint="call flatten_indices() before save_to_disk",
+        )
+    splits = sorted(inner.name for inner in path.iterdir() if saved_files(inner))
+    if splits:
+        raise errors.DataError(
+            f"{path} holds several datasets: {', '.join(splits)}",
+            hint=f"name one of them: {path / splits[0]}",
+        )
+    raise errors.DataError(
+        f"the folder {path} holds no dataset",
+        hint="name a parquet or JSONL file, or a folder that save_to_disk of Hugging Face's "
+        "datasets wrote",
+    )
+
+
 def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
-) -> "_JsonLines | _Parquet | TaskFolders":
+) -> "_JsonLines | _Unpacked | TaskFolders":
     if (source := TaskSource.parse(str(path))) is not None:
         return TaskFolders(source)
     if not path.is_file():
@@ -608,8 +692,8 @@ def _open_file(
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise errors.DataError(
-            f"{path} is neither parquet nor JSONL",
-            hint="name the file .parquet, .jsonl or .ndjson",
+            f"{path} is neither parquet, Arrow nor JSONL",
+            hint="name the file .parquet, .arrow, .jsonl or .ndjson",
         )
     file = reader(path)
     opened.callback(file.close)
@@ -696,13 +780,13 @@ class _JsonLines(_StoredRows):
             ) from error
 
 
-class _Parquet(_StoredRows):
-    """The rows of a parquet file, unpacked to a temporary file that lives while it is open."""
+class _Unpacked(_StoredRows):
+    """The rows of a parquet or Arrow file, unpacked to a temporary file while it is open."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
             rows, ends = Path(folder) / "rows", Path(folder) / "ends"
-            unpack_parquet(path, rows, ends)
+            unpack(path, rows, ends)
             super().__init__(path, rows)
             self._ends.frombytes(ends.read_bytes())
 
@@ -713,4 +797,4 @@ class _Parquet(_StoredRows):
         return list(self.row(0))
 
 
-_READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}
+_READERS = {".parquet": _Unpacked, ".arrow": _Unpacked, ".jsonl": _JsonLines, ".ndjson": _JsonLines}

@@ -26,7 +26,7 @@ from pathlib import Path
 import structlog
 
 from ...broker.client.login import CA_VARIABLE
-from ...envs.dataset import is_dataset_name
+from ...envs.dataset import is_dataset_name, saved_files
 from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
 from ...envs.sandbox.sandbox import (
     SYSTEM_ETC,
@@ -243,7 +243,8 @@ def _data_files(spec: WantedActor) -> dict[Path, Path]:
     nor, through a link, a file of another user's run.
     """
     roots, own = [Path(root) for root in spec.output_roots], own_folders(spec)
-    named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
+    files = (file for path in map(without_tilde, spec.reads) for file in (path, *saved_files(path)))
+    named = {path.absolute() for path in files if path.is_file()}
     places = {path: path.resolve() for path in named if is_dataset_name(path)}
     for path, place in places.items():
         if place != path and (not is_dataset_name(place) or is_of_another(place, own, roots)):
