@@ -188,7 +188,7 @@ class HttpChannel:
         async with self._posted(message) as reply:
             if message["method"] == "initialize":
                 self._keep_session(reply)
-            if reply.kind == "application/json":
+            if reply.kind == "application/json" and reply.status not in _NO_CONTENT:
                 return self._answer_in_body(await self._body(reply), message)
             if reply.kind != "text/event-stream":
                 raise self._no_answer(reply, message)

@@ -526,7 +526,11 @@ class _Hostile(BaseHTTPRequestHandler):
             case _ if "id" not in request:
                 self._say(202, b"")
             case _:
-                self._say(200, json.dumps(next(answers(mode, request))).encode())
+                body = json.dumps(next(answers(mode, request))).encode()
+                if self.path.endswith("?stream"):
+                    self._stream([b"data: " + body + b"\n\n"])
+                else:
+                    self._say(200, body)
 
     def do_GET(self) -> None:
         mode = self.path.strip("/")
@@ -644,7 +648,7 @@ async def test_a_server_that_is_not_there_is_told():
         ("short", "ended its stream without an answer to tools/call"),
         ("cut", "cannot be reached: RemoteProtocolError"),
         ("list", r"answered tools/call with \[1\]"),
-        *WRONG_IDS,
+        *((f"{mode}{form}", words) for mode, words in WRONG_IDS for form in ("", "?stream")),
         ("accepted", "accepted tools/call with status 202, which announces no answer"),
         ("broken", "sent a message that cannot be read"),
         ("broken_event", "sent a message that cannot be read"),
@@ -675,7 +679,7 @@ async def test_a_hostile_server_over_http_costs_its_own_episode_only(
         ("plain", "hello"),
         ("moved", "hello"),
         ("events", "hello"),
-        *STRANGE_ANSWERS,
+        *((f"{mode}{form}", text) for mode, text in STRANGE_ANSWERS for form in ("", "?stream")),
         ("refusal", "error: no such argument"),
         ("big", "error: the answer is longer than 4,194,304 bytes"),
         ("line", "error: the answer is longer than 4,194,304 bytes"),
