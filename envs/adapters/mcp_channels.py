@@ -147,7 +147,7 @@ def refused(error: Any, name: str) -> CallRefused:
 def read_messages(data: bytes | bytearray, name: str) -> list[dict[str, Any]]:
     """Return the messages of JSON-RPC in a line, an event or a body; a batch has several.
 
-    What is no message, such as a line that a program prints, is left out. McpServerError for a
+    What is not a message, such as a line that a program prints, is left out. McpServerError for a
     message that cannot be read.
     """
     try:

@@ -275,9 +275,9 @@ class HttpChannel:
                 "it has no state",
             )
         if reply.kind == "application/json":
-            for found in read_messages(body, self._name):
-                if "error" in found and found.get("id") == message.get("id", found):
-                    raise refused(found["error"], self._name)
+            for candidate in read_messages(body, self._name):
+                if "error" in candidate and candidate.get("id") == message.get("id", candidate):
+                    raise refused(candidate["error"], self._name)
         raise McpServerError(
             f"{self._name} answered with status {reply.status}: {_shown_body(body)}",
             hint="see its url, which is often /mcp, and its log",
@@ -301,16 +301,16 @@ class HttpChannel:
         return bytes(body)
 
     def _answer_in_body(self, body: bytes, message: Mapping[str, Any]) -> dict[str, Any]:
-        for found in read_messages(body, self._name):
-            if "method" not in found and self._is_answer(found, message):
-                return found
+        for candidate in read_messages(body, self._name):
+            if "method" not in candidate and self._is_answer(candidate, message):
+                return candidate
         raise McpServerError(
             f"{self._name} answered {message['method']} with {_shown_body(body)}",
             hint="its answers must be as MCP defines them",
         )
 
-    def _is_answer(self, found: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-        return answered(found, self._last_id, self._name) in (None, message["id"])
+    def _is_answer(self, candidate: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+        return answered(candidate, self._last_id, self._name) in (None, message["id"])
 
     def _no_answer(self, reply: "_Reply", message: Mapping[str, Any]) -> McpServerError:
         if reply.status in _NO_CONTENT:
@@ -334,12 +334,12 @@ class HttpChannel:
         try:
             async for chunk in reply.chunks:
                 for data in stream.feed(chunk):
-                    for found in read_messages(data, self._name):
-                        if "method" not in found:
-                            if self._is_answer(found, message):
-                                return found
-                        elif "id" in found:
-                            await self._send(answer_to(found))
+                    for candidate in read_messages(data, self._name):
+                        if "method" not in candidate:
+                            if self._is_answer(candidate, message):
+                                return candidate
+                        elif "id" in candidate:
+                            await self._send(answer_to(candidate))
         except httpx.TransportError:
             if not stream.last_event:
                 raise
