@@ -338,7 +338,7 @@ async def test_a_start_may_take_longer_than_a_call():
         ("silent", "did not answer tools/call of echo within 1 s"),
         ("memory", "it held more than memory_mb=64"),
         *WRONG_IDS,
-        ("surrogate", "sent a message that cannot be read: .*surrogate"),
+        ("surrogate", "sent a message that cannot be read: .*half a character"),
     ],
 )
 async def test_a_hostile_server_costs_its_own_episode_only(mode: str, words: str):
