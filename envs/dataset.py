@@ -384,6 +384,7 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
 """Columns of chat messages or tools."""
 _FEATHER = b"ARROW1"
+_INDICES = "indices.arrow"
 _A = {"parquet": "a parquet", "arrow": "an Arrow"}
 BATCH_ROWS = 1024
 """Rows in memory at the same time."""
@@ -649,7 +650,12 @@ def is_dataset_name(path: Path) -> bool:
 
 
 def saved_files(path: Path) -> list[Path]:
-    """Return the Arrow files of a folder that `save_to_disk` of Hugging Face's datasets wrote."""
+    """Return the Arrow files of a folder that `save_to_disk` of Hugging Face's datasets wrote.
+
+    One whose rows have another order than its files, as old versions wrote it, has none.
+    """
+    if (path / _INDICES).exists():
+        return []
     return sorted(path.glob("data-*-of-*.arrow")) or [*path.glob("dataset.arrow")]
 
 
@@ -658,9 +664,9 @@ def _files_of(path: Path) -> list[Path]:
     if TaskSource.parse(str(path)) is not None or not path.is_dir():
         return [path]
     files = saved_files(path)
-    if files and not (path / "indices.arrow").exists():
-        return files
     if files:
+        return files
+    if (path / _INDICES).exists():
         raise errors.DataError(
             f"the rows of {path} stand in another order than in its files",
             hint="call flatten_indices() before save_to_disk",
