@@ -15,18 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.dataset import (
-    BATCH_ROWS,
     Dataset,
     Record,
     answer_text,
     parse_record,
     parse_task,
-    unpack,
 )
 from tinkermq.envs.games.addition import AdditionGame
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.running.episodes import Episodes, Opening
+from tinkermq.envs.unpack import BATCH_ROWS, unpack
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import DataError, GameError, StorageError
