@@ -161,7 +161,8 @@ def save_tiny_model(
 
     logging.disable_progress_bar()
     path = Path(folder)
-    tokenizer = make_tokenizer(words=words)
+    # transformers' tokenizer of a qwen2 has this token in any case
+    tokenizer = make_tokenizer(["<|endoftext|>"] if kind == "qwen2" else (), words)
     model = make_model(
         kind=kind,
         width=width,
