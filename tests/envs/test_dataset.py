@@ -358,6 +358,7 @@ def test_a_folder_of_save_to_disk_is_read_and_one_of_several_splits_names_them(t
         with pytest.raises(DataError, match="holds several datasets: test, train") as error:
             Dataset([folder.parent])
         assert str(folder.parent / "test") in error.value.hint
+    folder = saved(tmp_path / "old", rows[:2])
     (folder / "indices.arrow").write_bytes(b"")
     with pytest.raises(DataError, match="in another order than in its files"):
         Dataset([folder])
