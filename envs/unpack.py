@@ -101,7 +101,7 @@ def _batches(path: Path) -> "Iterator[RecordBatch]":
         with pyarrow.parquet.ParquetFile(path) as packed:
             yield from packed.iter_batches(BATCH_ROWS)  # pyright: ignore[reportUnknownMemberType] - stubs
         return
-    with pyarrow.OSFile(str(path)) as file:  # a stream as save_to_disk writes it, or Feather
+    with pyarrow.OSFile(str(path), "r") as file:  # a stream as save_to_disk writes it, or Feather
         is_stream = file.read(len(_FEATHER)) != _FEATHER
         file.seek(0)
         if is_stream:
