@@ -63,7 +63,7 @@ class EnvConfigDict(TypedDict, total=False):
     kwargs: dict[str, Any]
     """Arguments of the game's constructor."""
     train_data: list[str]
-    """Parquet or JSONL files of a dataset game, or `harbor:FOLDER` for an agent program; empty: the game generates its states."""
+    """Parquet, Arrow or JSONL files of a dataset game, folders of Hugging Face's `save_to_disk`, or `harbor:FOLDER` for an agent program; empty: the game generates its states."""
     val_data: list[str]
     """Validation files of a dataset game."""
     num_val: int

@@ -177,7 +177,7 @@ def http_client(
     headers: dict[str, str] | None = None,
     timeout: float | httpx.Timeout | None = 5.0,
     limits: httpx.Limits = _LIMITS,
-    verify: bool = True,
+    verify: bool | ssl.SSLContext = True,
 ) -> httpx.AsyncClient:
     """Return a client for URLs of jobs, which follows no redirects.
 

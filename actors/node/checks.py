@@ -15,7 +15,7 @@ from typing import Any
 
 from ...broker.client.login import without_secrets
 from ...broker.client.rpc import Service
-from ...envs.dataset import is_dataset_name
+from ...envs.dataset import is_dataset_name, saved_files
 from ...envs.registry import find_game, find_module
 from ...envs.task_folders import holds_tasks
 from ...schemas.checks import (
@@ -125,7 +125,7 @@ def _is_dataset(name: str) -> bool:
     if source is not None:
         return holds_tasks(source)
     path = without_tilde(name)
-    return is_dataset_name(path) and path.is_file()
+    return (is_dataset_name(path) and path.is_file()) or bool(saved_files(path))
 
 
 class ModelChecks:

@@ -27,8 +27,8 @@ from pathlib import Path
 import structlog
 
 from ...broker.client.login import CA_VARIABLE
-from ...envs.dataset import is_dataset_name
-from ...envs.sandbox.bubblewrap import Program, SandboxProcess, finish, start_in_thread
+from ...envs.dataset import is_dataset_name, saved_files
+from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
 from ...envs.sandbox.sandbox import (
     SYSTEM_ETC,
     Mount,
@@ -46,7 +46,7 @@ from ...envs.sandbox.self_test import prove
 from ...envs.sandbox.served import SOCKET, listen_at
 from ...envs.sandbox.shown import FOLDERS_VARIABLE, PathRefused, code_folders, refuse_runs
 from ...schemas.local.folder import hold, process_folder
-from ...schemas.local.process import die_with
+from ...schemas.local.process import die_with, finish
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, SandboxError, TinkermqError
 from ..storage.access import is_of_another, own_folders, refuse_unshown_folder, without_tilde
@@ -257,7 +257,8 @@ def _data_files(spec: WantedActor, opened: contextlib.ExitStack) -> dict[Path, i
     its owner calls data, nor, through a link, a file of another user's run. Raises PathRefused.
     """
     roots, own = [Path(root) for root in spec.output_roots], own_folders(spec)
-    named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
+    paths = (file for path in map(without_tilde, spec.reads) for file in (path, *saved_files(path)))
+    named = {path.absolute() for path in paths if path.is_file()}
     files: dict[Path, int] = {}
     for path in filter(is_dataset_name, named):
         try:

@@ -77,8 +77,8 @@ class EnvConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
-    """Parquet or JSONL files of a dataset game, or `harbor:FOLDER` for an agent program; empty: the
-    game generates its states."""
+    """Parquet, Arrow or JSONL files of a dataset game, folders of Hugging Face's `save_to_disk`, or
+    `harbor:FOLDER` for an agent program; empty: the game generates its states."""
     val_data: list[str] = Field(default_factory=list[str])
     """Validation files of a dataset game."""
     num_val: int = Field(default=64, ge=0, le=1_000_000)

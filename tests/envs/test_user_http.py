@@ -13,7 +13,7 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.teachers import EndpointTeacher
-from tinkermq.envs.adapters.mcp_channels import http_client as mcp_client
+from tinkermq.envs.adapters.mcp_http import HttpClients
 from tinkermq.envs.adapters.openenv_client import Access, HttpRoutes, OpenEnvSession
 from tinkermq.envs.reward_sources import HttpSource, RefusedError
 from tinkermq.envs.user_http import (
@@ -112,7 +112,7 @@ async def test_nothing_of_a_pool_with_users_is_reached_by_configuration(
 ) -> None:
     with pytest.raises(AddressRefused, match="may not reach"):
         await score(f"{base}/reward")
-    client = mcp_client()
+    client = HttpClients().take(base)
     with pytest.raises(AddressRefused):
         await client.post(f"{base}/mcp", headers={"Metadata-Flavor": "Google"})
     await client.aclose()

@@ -94,7 +94,9 @@ def host(run_dir: Path, **changes: object) -> WantedActor:
 async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = ["data.jsonl", "games/lists", "runs/bob/r/rollouts", "runs/ada/r/own", "node.creds"]
+    shard = "saved/data-00000-of-00001.arrow"
+    files = ["data.jsonl", shard, "games/lists", "saved/notes", "runs/bob/r/rollouts"]
+    files += ["runs/ada/r/own", "node.creds"]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -104,7 +106,7 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "games"))
     wanted = host(
         tmp_path / "runs/ada/r",
-        reads=[str(tmp_path / name) for name in ("data.jsonl", "node.creds", "")],
+        reads=[str(tmp_path / name) for name in ("data.jsonl", "saved", "node.creds", "")],
     )
     paths = [str(tmp_path / name) for name in files]
     paths += [f"/proc/{os.getpid()}/environ", "/etc/shadow"]
@@ -113,7 +115,7 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.exit_code == 0, sink.lines
     seen = json.loads(sink.lines[-1])
-    assert seen["read"] == ["data.jsonl", "games/lists", None, None, None, None, None]
+    assert seen["read"] == ["data.jsonl", shard, "games/lists", *[None] * 6]
     assert len(seen["pids"]) == 2  # bubblewrap's first one and itself
     assert {"ALFWORLD_DATA", "PATH", "TINKERMQ_NATS_URL"} <= set(seen["environ"])
     assert "HF_TOKEN" not in seen["environ"]
