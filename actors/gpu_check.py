@@ -15,7 +15,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..schemas.checks import CheckResult, CheckSkipped, failed_check, write_results
+from ..schemas.local.folder import temporary_folder
 from ..schemas.local.process import die_with
 from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
 
@@ -119,8 +119,7 @@ def run_checks(checks: Sequence[GpuCheck]) -> Iterator[CheckResult]:
 def run_check(check: GpuCheck) -> CheckResult:
     """Run one check to its end or its deadline, and leave none of its processes."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tinkermq-gpu-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with temporary_folder("gpu") as folder:
         code = _run_process(check, folder)
         result = _read_result(folder) if code is not None else None
         if result is None:
@@ -394,8 +393,8 @@ async def _generate(engine_name: str) -> str:
     from .rollout.players import start_engine
 
     num_prompts, num_tokens = 16, 32
-    with tempfile.TemporaryDirectory() as folder:
-        save_tiny_model(Path(folder), width=256, layers=4, heads=4, kv_heads=2)
+    with temporary_folder("gpu") as folder:
+        save_tiny_model(folder, width=256, layers=4, heads=4, kv_heads=2)
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         generator: dict[str, Any] = {"engine": engine_name, "dtype": dtype}
         generator |= {"compile": False, "kv_cache_mb": 256} if engine_name == "vllm" else {}

@@ -33,6 +33,7 @@ from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket
 from ..broker.jetstream.streams import create_shared, wait_for_shared
 from ..broker.presence import PresenceBeat
+from ..envs.dataset import guard_datasets
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
@@ -47,8 +48,9 @@ from ..schemas.wire.errors import (
     root_cause,
 )
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
-from .storage.access import refuse_links_to_others
+from .storage.access import refuse_files_of_others, refuse_links_to_others
 from .storage.cache import fetch_models
+from .storage.held_models import held_models
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -290,9 +292,12 @@ def run_job_actor(
             context.on_progress = beat.hurry
             try:
                 await asyncio.to_thread(refuse_links_to_others, record, context.config)
+                may_read = refuse_files_of_others(record)
+                if may_read is not None:
+                    guard_datasets(may_read)
                 if role != "environment":
                     with context.waiting("models from a store"):
-                        here = await fetch_models(broker, context.config, record, role)
+                        here = await fetch_models(broker, context.config, record, role, may_read)
                         context.config, context.record = here
                 code = await main(context)
             except TinkermqError as error:
@@ -300,6 +305,8 @@ def run_job_actor(
                     with contextlib.suppress(TinkermqError):  # the node reports it, too
                         await context.failed(error)
                 raise
+            finally:
+                held_models.close()
         await service.stop()
         if code is None and stopping.is_set() and not context.stop_asked:
             return EXIT_DRAINED

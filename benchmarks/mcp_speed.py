@@ -1,6 +1,7 @@
 """Calls of MCP tools per second: through the game, and through the package's client alone.
 
-A server of the real package answers over HTTP, and a small program over stdio. As many sessions
+A server of the real package answers over HTTP, by streams and with sessions or by JSON and without
+them, and a small program over stdio. As many sessions
 are open at once on both sides, each with one call after the other; whatever a turn of the policy
 costs the game is in its figure: reading the call, checking its arguments, the answer.
 
@@ -49,8 +50,8 @@ Turn = Callable[[], Awaitable[Any]]
 """Makes one call."""
 
 
-def serve(port: int) -> None:
-    """Serve one tool of the real package over HTTP."""
+def serve(port: int, *, plain: bool) -> None:
+    """Serve one tool of the real package over HTTP; plain: JSON without sessions."""
     from mcp.server import MCPServer
 
     server = MCPServer("repeat", log_level="ERROR")
@@ -60,7 +61,9 @@ def serve(port: int) -> None:
         """Return a text."""
         return text
 
-    server.run("streamable-http", host="127.0.0.1", port=port)
+    server.run(
+        "streamable-http", host="127.0.0.1", port=port, json_response=plain, stateless_http=plain
+    )
 
 
 @contextlib.asynccontextmanager
@@ -142,15 +145,17 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=8.0)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.serve:
-        serve(arguments.serve)
+        serve(arguments.serve, plain=arguments.plain)
         return
     if arguments.quick:
         arguments.sessions, arguments.seconds, arguments.rounds = 4, 0.5, 1
     report = Report("mcp_speed", "Calls of MCP tools", quick=arguments.quick)
-    with _served() as url:
-        compare(report, "HTTP", {"name": "repeat", "url": url}, arguments)
+    for name, words in (("HTTP, streams", []), ("HTTP, JSON without sessions", ["--plain"])):
+        with _served(*words) as url:
+            compare(report, name, {"name": "repeat", "url": url}, arguments)
     with TemporaryDirectory() as folder:
         script = Path(folder, "repeat.py")
         script.write_text(SCRIPT)
@@ -161,12 +166,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _served() -> Any:
+def _served(*words: str) -> Any:
     """Serve in a process of this script until the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.mcp_speed", "--serve", str(port)]
+    command = [sys.executable, "-m", "benchmarks.mcp_speed", "--serve", str(port), *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         deadline = time.monotonic() + 60
         while True:

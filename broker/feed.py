@@ -17,7 +17,7 @@ import structlog
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import EvalRecord, Event, LogLines, Metric
 from ..schemas.task import DeadLetter
-from ..schemas.wire.errors import MessageError
+from ..schemas.wire.errors import MessageError, NotFoundError
 from ..schemas.wire.message import Message
 from ..schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ..schemas.wire.trace import StepTrace
@@ -369,6 +369,35 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
     if metrics:
         values["step"] = float(max(metric.step for metric in metrics))
     return values
+
+
+_LISTED = (
+    "step",
+    "training_step_reward",
+    VALIDATION,
+    "val/failed_episodes",
+    "training/total_steps",
+)
+
+
+def listed(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that lists of runs show."""
+    known = {name: values[name] for name in _LISTED if name in values}
+    return {name: value for name, value in known.items() if math.isfinite(value)}
+
+
+async def list_values(broker: Broker, record: JobRecord) -> dict[str, float]:
+    """Return the newest values of a run for lists; those of an ended run are in its record.
+
+    So a list costs the broker nothing for the runs of the past. Empty if its streams are gone.
+    """
+    ended = record.state in FINAL_STATES and not record.untold
+    if not record.has_streams or record.archived is not None or (ended and record.figures):
+        return dict(record.figures)
+    try:
+        return await recent_values(broker, record.scope)
+    except NotFoundError:
+        return {}
 
 
 def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:

@@ -7,10 +7,14 @@ once published, so that a kill in between does not lose it.
 Records of archived jobs are in a separate bucket without watchers, so that they cost live jobs
 nothing. A move between buckets writes first and then deletes; if both have a record, the one in the
 bucket of jobs counts.
+
+Each record is copied into a third bucket when what a user decided, or its state, has changed: from
+there the leading scheduler restores records of which a damaged store has lost the block.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -25,13 +29,22 @@ from ..schemas.job import (
     metered,
 )
 from ..schemas.metric import Event
-from ..schemas.wire.errors import ConflictError, NotFoundError, StateError
-from ..schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_REQUESTS, JobScope
+from ..schemas.wire.errors import ConflictError, NotFoundError, StateError, TinkermqError
+from ..schemas.wire.subjects import (
+    BUCKET_ARCHIVE,
+    BUCKET_COPIES,
+    BUCKET_JOBS,
+    BUCKET_REQUESTS,
+    JobScope,
+)
 from .client.connection import Broker
-from .feed import publish_event
-from .jetstream.kv import Bucket, Entry
+from .feed import listed, publish_event
+from .jetstream.kv import Bucket, DamagedEntry, Entry
 
 _MAX_REASON_CHARS = 8192
+_COPY_DEADLINE_S = 2.0
+_COPIED = ("state", "attempt", "config", "configured", "priority", "stop", "removal", "secrets")
+"""Fields whose change is copied at once; others come with the next copy."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -43,15 +56,29 @@ def _forget(_: Entry[JobRecord]) -> None:
     """Ignore a written record."""
 
 
+def _ignore() -> None:
+    """Ignore a missing record."""
+
+
 class JobStore:
     """The job records of a broker."""
 
-    def __init__(self, broker: Broker, wrote: Wrote = _forget) -> None:
-        """Work on the shared buckets, which `create_shared` has made."""
+    def __init__(
+        self,
+        broker: Broker,
+        wrote: Wrote = _forget,
+        missed: Callable[[], None] = _ignore,
+    ) -> None:
+        """Work on the shared buckets, which `create_shared` has made.
+
+        `missed` is called when a record to be changed is not there.
+        """
         self._broker = broker
         self._wrote = wrote
+        self._missed = missed
         self._jobs = Bucket(broker, BUCKET_JOBS, JobRecord)
         self._archive = Bucket(broker, BUCKET_ARCHIVE, JobRecord)
+        self._copies = Bucket(broker, BUCKET_COPIES, JobRecord, deadline_s=_COPY_DEADLINE_S)
         self._requests = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
 
     async def asked_before(self, user: str, request_id: str) -> str | None:
@@ -80,6 +107,7 @@ class JobStore:
         record = record.model_copy(update={"untold": [_event(record, None, who)]})
         key = record.scope.key
         self._wrote(Entry(key, record, await self._jobs.create(key, record)))
+        await self._copy(record)
         return record
 
     async def get(self, user: str, name: str) -> JobRecord:
@@ -109,8 +137,8 @@ class JobStore:
         record = await self.find_by_id(user, name)
         if record is not None:
             return record
-        for listed in (self.list_jobs, self.list_archived):
-            match = next((record for record in await listed(user) if record.name == name), None)
+        for read in (self.list_jobs, self.list_archived):
+            match = next((record for record in await read(user) if record.name == name), None)
             if match is not None:
                 return match
         return None
@@ -164,18 +192,24 @@ class JobStore:
                 _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
     async def mark_published(
-        self, record: JobRecord, version: int = 0, stored_bytes: int | None = None
+        self,
+        record: JobRecord,
+        values: Mapping[str, float] | None = None,
+        stored_bytes: int = 0,
     ) -> JobRecord:
         """Remove the published events of `record` from the job's record.
 
-        Also sets the version, if it is higher than that of the record, and, for an ended job,
-        `stored_bytes`, the size of its streams.
+        For an ended job also sets the newest `values` of its metrics, and `stored_bytes`, the size
+        of its streams.
         """
 
         def take_out(current: JobRecord) -> JobRecord:
             left = [event for event in current.untold if event not in record.untold]
-            update: dict[str, object] = {"untold": left, "version": max(version, current.version)}
-            if stored_bytes is not None and is_final(current):
+            update: dict[str, object] = {"untold": left}
+            if values is not None and is_final(current):
+                version = int(values.get("step", 0)) if current.trains else 0
+                update["version"] = max(version, current.version)
+                update["figures"] = listed(values)
                 update["stored_bytes"] = stored_bytes
             return current.model_copy(update=update)
 
@@ -189,18 +223,81 @@ class JobStore:
         Nothing is written when `change` returns its argument. Only `transition` changes the state.
         """
         key = record.scope.key
+        before = record
 
         def changed(current: JobRecord | None) -> JobRecord:
+            nonlocal before
             if current is None:
+                self._missed()
                 raise NotFoundError(f"the record of job {key} was deleted", hint="submit it again")
-            changed_record = change(current)
+            before, changed_record = current, change(current)
             if changed_record == current:
                 return current
             return metered(current, changed_record, time.time())
 
         entry = await self._jobs.change(key, changed)
         self._wrote(entry)
+        if any(getattr(before, name) != getattr(entry.value, name) for name in _COPIED):
+            await self._copy(entry.value)
         return entry.value
+
+    async def _copy(self, record: JobRecord) -> bool:
+        """Write the copy of a record, without events; return whether it was written.
+
+        A failure does not hinder the change of the record itself.
+        """
+        try:
+            await self._copies.put(record.scope.key, record.model_copy(update={"untold": []}))
+        except TinkermqError as error:
+            _log.warning("record_not_copied", job=record.job, error=error.message)
+            return False
+        return True
+
+    async def mend(self, known: Mapping[str, JobRecord], lost: Mapping[str, JobRecord]) -> None:
+        """Restore records that the broker's store has lost, and write missing copies.
+
+        `known` are all records that are there, by key; `lost` those that were there before, or are
+        newer than what is there. Others are restored from their copies. An event reports each.
+        Raises BrokerError, DeadlineError.
+        """
+        copies = dict[str, JobRecord]()
+        with contextlib.suppress(NotFoundError):  # it was deleted, and is made again
+            copies = {entry.key: entry.value for entry in await self._copies.items()}
+        unlisted = {key: record for key, record in copies.items() if key not in known}
+        for key, record in {**unlisted, **lost}.items():
+            await self._restore(key, record, replaces_older=key in lost)
+        for key in set(known) - set(copies):
+            if not await self._copy(known[key]):
+                return  # the next call writes the others
+
+    async def _restore(self, key: str, record: JobRecord, *, replaces_older: bool) -> None:
+        """Write a lost record, unless it was deleted or archived, or another one is there.
+
+        `replaces_older`: it is newer than what is there. An unreadable one stays, as a later
+        release may have written it.
+        """
+        try:
+            if await self._jobs.was_deleted(key) or await self._archive.find(key) is not None:
+                await self._copies.purge(key)
+                return
+            older = await self._jobs.get(key)
+            if older is not None and (not replaces_older or older.value == record):
+                return
+            event = Event(
+                kind="record_restored",
+                source="scheduler",
+                message="the broker's store had lost what it held of this run's record, which is "
+                f"{record.state} again",
+                time=time.time(),
+            )
+            back = record.model_copy(update={"untold": [*record.untold, event]})
+            revision = 0 if older is None else older.revision
+            self._wrote(Entry(key, back, await self._jobs.update(key, back, revision)))
+        except (ConflictError, DamagedEntry) as error:
+            _log.warning("record_not_restored", key=key, error=error.message)
+            return
+        _log.warning("record_restored", job=record.job, state=record.state)
+        await self._copy(back)
 
     async def move_to_archive(self, record: JobRecord) -> JobRecord | None:
         """Move the record of an archived job out of the bucket of jobs.
@@ -218,6 +315,7 @@ class JobStore:
         archived = entry.value.archived or time.time()
         away = entry.value.model_copy(update={"removal": "no", "archived": archived})
         await self._archive.put(entry.key, away)
+        await self._copies.purge(entry.key)
         await self._jobs.delete(entry.key, revision=entry.revision)
         return away
 
@@ -235,11 +333,13 @@ class JobStore:
                 record, lambda now: now.model_copy(update={"removal": removal})
             )
         await self._archive.purge(key)
+        await self._copy(marked)
         return marked
 
     async def remove(self, record: JobRecord) -> None:
         """Remove the record of a job and its submissions; harmless when gone."""
         await self._archive.purge(record.scope.key)
+        await self._copies.purge(record.scope.key)
         for entry in await self._requests.items(record.user):
             if entry.value.job == record.job:
                 await self._requests.purge(entry.key)

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,6 +45,8 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 APPEND_DEADLINE_S = 300.0
 _API_DEADLINE_S = 60.0
 _REPORT_EVERY_S = 30.0
+_RECORDS_BACK = 64
+"""Batch records that are read first, from the newest backwards."""
 CUT_MARKS_BYTES = 1 << 17
 """Bytes that a message reserves for the marks of cuts, and for the error of a failed task."""
 _FULL_HINT = (
@@ -359,20 +362,44 @@ class BatchLog:
 
     async def last_seq(self) -> int:
         """Return the sequence of the last record ever appended; 0 for none."""
-        info = await self._broker.retry(
+        return int((await self._info())["state"]["last_seq"])
+
+    async def made(self) -> float:
+        """Return when the log was made, in seconds since the epoch, by the server's clock."""
+        return datetime.fromisoformat((await self._info())["created"]).timestamp()
+
+    async def _info(self) -> dict[str, Any]:
+        return await self._broker.retry(
             lambda: stream_info(self._broker, self._stream),
             deadline_s=_API_DEADLINE_S,
             waiting_for=f"the batch log of job {self._scope.job}",
         )
-        return int(info["state"]["last_seq"])
 
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
         """Return all records that hold, with their sequences, in the order of their steps.
 
         Raises MessageError for an unreadable one: without it a run cannot be replayed.
         """
+        return await self._read_from(1)
+
+    async def read_since(self, step: int) -> list[BatchRecord]:
+        """Return the records that hold of `step` and later steps, in order.
+
+        The log is read from its end backwards, so that a long run costs no more than a short one.
+        Raises MessageError as `read_all`.
+        """
+        last, num_back = await self.last_seq(), _RECORDS_BACK
+        while True:
+            from_seq = max(last + 1 - num_back, 1)
+            records = [record for _, record in await self._read_from(from_seq)]
+            if from_seq == 1 or (records and records[0].step <= step):
+                return [record for record in records if record.step >= step]
+            num_back *= 4
+
+    async def _read_from(self, from_seq: int) -> list[tuple[int, BatchRecord]]:
+        """Return the records that hold from a sequence on; earlier ones do not matter to that."""
         messages = await self._broker.retry(
-            self._all,
+            partial(self._messages, from_seq),
             deadline_s=_API_DEADLINE_S,
             waiting_for=f"the batch records of job {self._scope.job}",
         )
@@ -396,12 +423,12 @@ class BatchLog:
         ]
         return [BatchRecord.from_bytes(record.payload) for record in records if record is not None]
 
-    async def _all(self) -> list[StoredMessage]:
-        """Read all records; in a cluster, repeat until a replica has as many as the leader."""
+    async def _messages(self, from_seq: int) -> list[StoredMessage]:
+        """Read records; in a cluster, repeat until a replica has as many as the leader."""
         last = 0
         if self._broker.replication.reads_leader:
             last = int((await stream_info(self._broker, self._stream))["state"]["last_seq"])
-        messages = await get_all(self._broker, self._stream, self._scope.batch)
-        if (messages[-1].seq if messages else 0) < last:
+        messages = await get_all(self._broker, self._stream, self._scope.batch, from_seq)
+        if last >= from_seq and (messages[-1].seq if messages else 0) < last:
             raise TimeoutError  # of this attempt: another follows
         return messages

@@ -63,7 +63,7 @@ class EnvConfigDict(TypedDict, total=False):
     kwargs: dict[str, Any]
     """Arguments of the game's constructor."""
     train_data: list[str]
-    """Parquet or JSONL files of a dataset game, or `harbor:FOLDER` for an agent program; empty: the game generates its states."""
+    """Parquet, Arrow or JSONL files of a dataset game, folders of Hugging Face's `save_to_disk`, or `harbor:FOLDER` for an agent program; empty: the game generates its states."""
     val_data: list[str]
     """Validation files of a dataset game."""
     num_val: int
@@ -467,7 +467,7 @@ class TinkerConfigDict(TypedDict, total=False):
     idle_s: float
     """Seconds after which an unused adapter is written to disk."""
     sampled_at_once: int
-    """Adapters that one sampler holds and decodes in one batch; others wait until one is idle."""
+    """Adapters that one sampler holds and decodes in one batch; users take them in turn."""
     checkpoint_mb: int
     """Megabytes of checkpoints per user; saving fails beyond."""
     micro_batch_tokens: int

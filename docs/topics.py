@@ -546,6 +546,7 @@ STORES: tuple[Store, ...] = (
     ),
     Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "until the job is archived"),
     Store(subjects.BUCKET_ARCHIVE, "bucket", "`<u>.<j>`", JobRecord, "for good"),
+    Store(subjects.BUCKET_COPIES, "bucket", "`<u>.<j>`", JobRecord, "as long as in `tmq-jobs`"),
     Store(subjects.BUCKET_SECRETS, "bucket", "`<u>.<j>`", SealedSecrets, "until the job has ended"),
     Store(
         subjects.BUCKET_REQUESTS,

@@ -1,7 +1,8 @@
-"""Datasets on disk: any row of parquet and JSONL files, without holding them in memory.
+"""Datasets on disk: any row of parquet, Arrow and JSONL files, without holding them in memory.
 
 A file stays open with an index of its rows, and each row is read and decoded when it is needed: a
-JSONL file directly, a parquet file after it was unpacked to a temporary file. Files are not mapped
+JSONL file directly, any other after it was unpacked to a temporary file. A folder that Hugging
+Face's `save_to_disk` wrote stands for its Arrow files. Files are not mapped
 into memory, because a truncated file would then kill the process.
 """
 
@@ -12,32 +13,26 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
-import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from ..schemas.chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from ..schemas.config.agent import TaskSource
-from ..schemas.local.process import is_killed_from_outside, num_oom_kills
+from ..schemas.local.folder import hold, temporary_folder
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import blaming, plain_value, words_of
 from ..schemas.wire.images import encoded_image
 from .game import ChatMessage
 from .task_folders import HarborTask, TaskFolders
-
-if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch
-    from pyarrow.parquet import ParquetFile
-
+from .unpack import unpack
 
 # One row of a dataset, in verl's columns or as `prompt` and `answer`.
 
@@ -45,7 +40,11 @@ TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
 """Columns that may hold the gold answer."""
 IMAGE_TAG = "<image>"
 _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
-"""Texts that programs use for a missing value."""
+"""Texts that programs use for a missing value; in a gold answer they are what they say."""
+_INDICES = "indices.arrow"
+_INT64 = range(-(2**63), 2**64)
+_SURE = 2**53
+"""Up to here a float of a whole number is that number."""
 
 
 class RowError(errors.DataError):
@@ -216,6 +215,8 @@ def _source(row: Mapping[str, Any], where: str) -> str:
 
 def _is_absent(value: Any) -> bool:
     """Return whether an optional column is empty: null, NaN, or a text for a missing value."""
+    if isinstance(value, str):
+        return value.strip().lower() in _NOTHING
     return not isinstance(value, list | Mapping | bytes) and is_no_answer(value)
 
 
@@ -230,17 +231,40 @@ def _from_json(value: Any, openings: str) -> Any:
 
 
 def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with Python's lists and numbers in place of NumPy's (from pandas)."""
-    return {name: plain(value) for name, value in row.items()}
+    """Return a row with Python's lists and numbers in place of NumPy's (from pandas).
+
+    Integers of more than 64 bits, which messages cannot hold, become texts.
+    """
+    return {name: _without_large(plain(value)) for name, value in row.items()}
+
+
+def _without_large(value: Any) -> Any:
+    if isinstance(value, int):
+        return value if value in _INT64 else str(value)
+    if isinstance(value, list):
+        return [_without_large(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _without_large(each) for key, each in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def _whole(answer: Any) -> Any:
+    """Return a gold answer; a whole number as an integer.
+
+    pandas and parquet write integers as floats where a row of the column has none.
+    """
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) <= _SURE:
+        return int(answer)
+    return answer
 
 
 def _truth_if_any(row: Mapping[str, Any]) -> Any:
     """Return the gold answer of a row, or None."""
     reward_model = _from_json(row.get("reward_model"), "{")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
-        return cast("Any", reward_model["ground_truth"])
+        return _whole(cast("Any", reward_model["ground_truth"]))
     answers = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
-    return next(answers, None)
+    return _whole(next(answers, None))
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
@@ -259,7 +283,7 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
 
 
 def answer_text(ground_truth: Any) -> str:
-    """Return a gold answer as text, for a game that compares texts.
+    """Return a gold answer as text, for a game that compares texts; numbers without an exponent.
 
     Raises DataError if it is neither a text nor a number, since the text of any other value depends
     on the program that wrote it.
@@ -269,16 +293,19 @@ def answer_text(ground_truth: Any) -> str:
             f"the gold answer {shorten(ground_truth)} is neither a text nor a number",
             hint="write it into the data as the policy shall say it",
         )
+    if isinstance(ground_truth, float) and math.isfinite(ground_truth):
+        number = Decimal(repr(ground_truth))
+        return f"{number.to_integral_value() if ground_truth.is_integer() else number:f}"
     return str(ground_truth)
 
 
 def is_no_answer(value: Any) -> bool:
-    """Return whether a value means a missing answer: null, NaN, empty, or a text for them.
+    """Return whether a value means a missing answer: null, NaN, or a blank text.
 
     A list without any answer counts as missing.
     """
     if isinstance(value, str):
-        return value.strip().lower() in _NOTHING
+        return not value.strip()
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, list | tuple):
@@ -299,7 +326,7 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
                 f"{where} has no gold answer: {name} is {shorten(value)}",
                 hint="fill it, or leave the row out of the data",
             )
-        return value
+        return _whole(value)
     raise errors.DataError(
         f"{where} has no gold answer: reward_model is {shorten(reward_model)}",
         hint="fill reward_model.ground_truth, or the column answer",
@@ -369,176 +396,6 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
     return image
 
 
-# Unpack a parquet file to rows that can be read one by one without pyarrow.
-#
-# A compressed row group cannot be entered in its middle, and pyarrow takes more memory than all
-# else in an environment host; so a file is unpacked once, by a process that then ends. The results
-# are a file of msgpack maps and a file of the offsets where they end.
-#
-# A struct of a parquet file has the keys of all rows, null where a row has none: in the columns
-# that hold chat messages and tools those keys are left out. A null in the data of these columns
-# looks the same and is left out, too; it is kept in a column of maps (`map<string, …>`) and in JSON
-# text.
-
-MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
-"""Columns of chat messages or tools."""
-BATCH_ROWS = 1024
-"""Rows in memory at the same time."""
-_packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
-
-
-def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
-    """Write the rows of a parquet file to `rows`, and the end of each to `ends`.
-
-    Runs in a process of its own, unless pyarrow is already imported here. Raises DataError for a
-    file that is not parquet, StorageError if the rows cannot be written.
-    """
-    if "pyarrow" in sys.modules:
-        _unpack(path, rows, ends)
-        return
-    oom_kills = num_oom_kills()
-    done = subprocess.run(
-        # -P: a file in the working folder, such as queue.py, must not hide a module of Python
-        [sys.executable, "-P", "-m", __name__, str(path), str(rows), str(ends)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    if is_killed_from_outside(done.returncode, oom_kills):
-        unpack_parquet(path, rows, ends)
-        return
-    if done.returncode == 2:
-        raise errors.error_from_reply(*json.loads(done.stdout))
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise errors.DataError(
-            f"{path} was not unpacked: the process for it ended with {done.returncode}: {last}",
-            hint="see whether `python -c 'import pyarrow.parquet'` works here",
-        )
-
-
-def _unpack(path: Path, rows: Path, ends: Path) -> None:
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as packed:
-            _write(packed, rows, ends)
-    except errors.DataError as error:
-        raise errors.DataError(f"{path}: {error.message}", hint=error.hint) from error
-    except pyarrow.ArrowInvalid as error:
-        raise errors.DataError(
-            f"{path} is not a parquet file: {error}", hint="write it again"
-        ) from error
-    except pyarrow.ArrowException as error:
-        raise errors.DataError(
-            f"{path} cannot be read as parquet: {error}",
-            hint="write it again, with a codec that this pyarrow has",
-        ) from error
-    except OSError as error:
-        if error.errno is None:  # Arrow's own error for a damaged page
-            raise errors.DataError(
-                f"{path} is damaged: {error}", hint="copy or write the file again"
-            ) from error
-        raise errors.StorageError(
-            f"{path} cannot be unpacked to {rows.parent}: {error}",
-            hint="free some space there, or set TMPDIR to a larger disk",
-        ) from error
-
-
-def _write(packed: "ParquetFile", rows: Path, ends: Path) -> None:
-    places = array("Q")
-    place = 0
-    with rows.open("wb") as file:
-        batches = packed.iter_batches(BATCH_ROWS)  # pyright: ignore[reportUnknownMemberType] - stubs
-        for batch in batches:
-            for row in _decoded(batch, len(places)):
-                place += file.write(_packb(row, default=str))
-                places.append(place)
-    with ends.open("wb") as file:
-        places.tofile(file)
-
-
-def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch; DataError names the first that cannot be read, and its column."""
-    names = batch.schema.names
-    try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError):
-        columns = [
-            _values(cast("Array[Any]", batch.column(n)), name, first)
-            for n, name in enumerate(names)
-        ]
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    for name in MESSAGE_COLUMNS.intersection(names):
-        kind = cast("Any", batch.column(name)).type
-        for row in rows:
-            row[name] = _without_filled(row[name], kind)
-    return rows
-
-
-def _values(column: "Array[Any]", name: str, first: int) -> list[Any]:
-    """Return the values of a column; times become texts if Python's types are less precise."""
-    from pyarrow import ArrowException, string, types
-
-    try:
-        return column.to_pylist()
-    except (ValueError, OverflowError) as error:
-        if types.is_temporal(column.type):
-            with contextlib.suppress(ArrowException):
-                return column.cast(string()).to_pylist()
-        raise _unreadable_column(column, name, first) from error
-
-
-def _unreadable_column(column: "Array[Any]", name: str, first: int) -> errors.DataError:
-    """Return the error that names the first value of a column that Python cannot represent."""
-    for number in range(len(column)):
-        try:
-            column.slice(number, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            return errors.DataError(
-                f"column {name} of row {first + number} is text that is not UTF-8: {error}",
-                hint="write the file again with its text decoded as what it is",
-            )
-        except (ValueError, OverflowError) as error:
-            return errors.DataError(
-                f"column {name} of row {first + number} cannot be read: {error}",
-                hint="write the file again with this column as text, or without it",
-            )
-    raise AssertionError(f"each value of {name} can be read, but not all of them")
-
-
-def _without_filled(value: Any, kind: Any) -> Any:
-    """Return a value without the keys that its arrow type fills in as null; maps stay maps."""
-    from pyarrow import types
-
-    if value is None:
-        return None
-    if types.is_struct(kind):
-        fields = cast("list[Any]", cast("Any", kind).fields)
-        present = [field for field in fields if value[field.name] is not None]
-        return {field.name: _without_filled(value[field.name], field.type) for field in present}
-    if types.is_map(kind):
-        return {key: _without_filled(inner, kind.item_type) for key, inner in value}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return [_without_filled(inner, kind.value_type) for inner in value]
-    return value
-
-
-def main(argv: Sequence[str]) -> int:
-    """Unpack one file; print a TinkermqError as JSON and exit with code 2."""
-    path, rows, ends = (Path(argument) for argument in argv)
-    try:
-        _unpack(path, rows, ends)
-    except errors.TinkermqError as error:
-        sys.stdout.write(json.dumps([error.code, error.message, error.hint]))
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -557,7 +414,8 @@ class Dataset:
         """
         if not paths:
             raise errors.DataError("a dataset has no files", hint="set env.train_data")
-        self.paths = [Path(path).expanduser() for path in paths]
+        named = [Path(path).expanduser() for path in paths]
+        self.paths = [file for path in named for file in _files_of(path)]
         with contextlib.ExitStack() as opened:
             self._files = [_open_file(path, opened, check) for path in self.paths]
             self._closing = opened.pop_all()
@@ -625,9 +483,44 @@ def is_dataset_name(path: Path) -> bool:
     return path.suffix in _READERS
 
 
+def saved_files(path: Path) -> list[Path]:
+    """Return the Arrow files of a folder that `save_to_disk` of Hugging Face's datasets wrote.
+
+    One whose rows have another order than its files, as old versions wrote it, has none.
+    """
+    if (path / _INDICES).exists():
+        return []
+    return sorted(path.glob("data-*-of-*.arrow")) or [*path.glob("dataset.arrow")]
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a data file itself, or the files of a saved folder; DataError for another folder."""
+    if TaskSource.parse(str(path)) is not None or not path.is_dir():
+        return [path]
+    files = saved_files(path)
+    if files:
+        return files
+    if (path / _INDICES).exists():
+        raise errors.DataError(
+            f"the rows of {path} stand in another order than in its files",
+            hint="call flatten_indices() before save_to_disk",
+        )
+    splits = sorted(inner.name for inner in path.iterdir() if saved_files(inner))
+    if splits:
+        raise errors.DataError(
+            f"{path} holds several datasets: {', '.join(splits)}",
+            hint=f"name one of them: {path / splits[0]}",
+        )
+    raise errors.DataError(
+        f"the folder {path} holds no dataset",
+        hint="name a parquet or JSONL file, or a folder that save_to_disk of Hugging Face's "
+        "datasets wrote",
+    )
+
+
 def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
-) -> "_JsonLines | _Parquet | TaskFolders":
+) -> "_JsonLines | _Unpacked | TaskFolders":
     if (source := TaskSource.parse(str(path))) is not None:
         return TaskFolders(source)
     if not path.is_file():
@@ -639,8 +532,8 @@ def _open_file(
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise errors.DataError(
-            f"{path} is neither parquet nor JSONL",
-            hint="name the file .parquet, .jsonl or .ndjson",
+            f"{path} is neither parquet, Arrow nor JSONL",
+            hint="name the file .parquet, .arrow, .jsonl or .ndjson",
         )
     file = reader(path)
     opened.callback(file.close)
@@ -650,13 +543,43 @@ def _open_file(
     return file
 
 
+_guards: list[Callable[[Path], None]] = []
+
+
+def guard_datasets(may_read: Callable[[Path], None]) -> None:
+    """Let this process follow links to a dataset only if `may_read` accepts the real path.
+
+    It raises ConfigError for others. Files are opened once: links that take their place later are
+    not followed.
+    """
+    _guards[:] = [may_read]
+
+
+def _open(path: Path) -> int:
+    """Open a dataset to read; raises DataError, ConfigError."""
+    try:
+        file, real = hold(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise errors.DataError(
+            f"{path} cannot be opened: {error.strerror}", hint="see its rights and its folder"
+        ) from error
+    try:
+        for may_read in _guards:
+            if str(real) != os.path.abspath(path):  # noqa: PTH100
+                may_read(real)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 class _StoredRows:
     """Rows stored one after the other in a file that stays open."""
 
-    def __init__(self, path: Path, stored: Path) -> None:
+    def __init__(self, path: Path, file: int) -> None:
         self._path = path
         self._ends = array("Q")
-        self._file = os.open(stored, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = file
         self._closed = weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
@@ -682,7 +605,7 @@ class _JsonLines(_StoredRows):
     """The lines of a JSONL file; a blank line belongs to the next line."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, path)
+        super().__init__(path, _open(path))
         end = 0
         with open(self._file, "rb", closefd=False) as lines:
             for line in lines:
@@ -727,14 +650,18 @@ class _JsonLines(_StoredRows):
             ) from error
 
 
-class _Parquet(_StoredRows):
-    """The rows of a parquet file, unpacked to a temporary file that lives while it is open."""
+class _Unpacked(_StoredRows):
+    """The rows of a parquet or Arrow file, unpacked to a temporary file while it is open."""
 
     def __init__(self, path: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
-            rows, ends = Path(folder) / "rows", Path(folder) / "ends"
-            unpack_parquet(path, rows, ends)
-            super().__init__(path, rows)
+        with temporary_folder("data") as folder:
+            rows, ends = folder / "rows", folder / "ends"
+            packed = _open(path)
+            try:
+                unpack(path, rows, ends, Path(f"/proc/{os.getpid()}/fd/{packed}"))
+            finally:
+                os.close(packed)
+            super().__init__(path, os.open(rows, os.O_RDONLY | os.O_CLOEXEC))
             self._ends.frombytes(ends.read_bytes())
 
     def row(self, number: int) -> Mapping[str, Any]:
@@ -744,4 +671,4 @@ class _Parquet(_StoredRows):
         return list(self.row(0))
 
 
-_READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}
+_READERS = {".parquet": _Unpacked, ".arrow": _Unpacked, ".jsonl": _JsonLines, ".ndjson": _JsonLines}

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
+from ..schemas.argument_types import referred
 from ..schemas.chat_messages import read_object
 from ..schemas.tool_calls import FORMATS, OPEN, CallSplitter, FoundCall
 from ..schemas.wire.errors import GameError
@@ -305,7 +306,7 @@ class _Check:
         """Yield the problems with the references, combinations and choices of a schema."""
         others = _listed(fields.get("allOf"))
         if "$ref" in fields:
-            others = [*others, _referred(self._root, str(fields["$ref"]))]
+            others = [*others, referred(self._root, str(fields["$ref"]))]
         for schema in others:
             yield from self.problems(value, place, schema, depth + 1)
         for key in ("anyOf", "oneOf"):
@@ -336,14 +337,6 @@ class _Check:
         for name, item in value.items():
             inner = f"{place.removesuffix(': ')}.{name}: "
             yield from self.problems(item, inner, properties.get(name, others), depth + 1)
-
-
-def _referred(root: Any, reference: str) -> Any:
-    """Return the schema of a local reference; None for another."""
-    schema = root
-    for part in filter(None, reference.removeprefix("#").split("/")):
-        schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
-    return schema
 
 
 def _listed(value: Any) -> list[Any]:
@@ -464,7 +457,7 @@ def example_of(schema: Any, root: Any = None, depth: int = _EXAMPLE_DEPTH) -> An
     root = fields if root is None else root
     reference = fields.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        return example_of(_referred(root, reference), root, depth - 1)
+        return example_of(referred(root, reference), root, depth - 1)
     for key in ("const", "default"):
         if fields.get(key) is not None:
             return fields[key]

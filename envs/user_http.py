@@ -35,6 +35,11 @@ _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.ip_network("::/96")
 _IPV4_BITS = 0xFFFF_FFFF
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
+"""Bits 32 to 63 of an IPv6 address that tunnels to the IPv4 address in its last bits."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+_SPECIAL = [ipaddress.ip_network(n) for n in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")]
+"""Special purposes that this Python's `is_global` may not know."""
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -121,15 +126,17 @@ def reachable() -> Reachable | None:
 def is_public(address: IpAddress) -> bool:
     """Return whether an address, or the IPv4 address in it, belongs to the public internet."""
     address = _inner(address)
-    is_site = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
-    return address.is_global and not address.is_multicast and not is_site
+    is_unicast = address.version == 4 or address in _UNICAST
+    is_special = address.is_multicast or any(address in network for network in _SPECIAL)
+    return address.is_global and is_unicast and not is_special
 
 
 def _inner(address: IpAddress) -> IpAddress:
     """Return the IPv4 address in a mapped, translated or tunnelled one, else the address."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
-    if address in _NAT64 or (address in _COMPATIBLE and int(address) > 1):
+    is_inner = address in _NAT64 or (address in _COMPATIBLE and int(address) > 1)
+    if is_inner or int(address) >> 32 & _IPV4_BITS in _ISATAP:
         return ipaddress.IPv4Address(int(address) & _IPV4_BITS)
     tunnelled = None if address.teredo is None else address.teredo[1]
     return address.ipv4_mapped or address.sixtofour or tunnelled or address
@@ -170,7 +177,7 @@ def http_client(
     headers: dict[str, str] | None = None,
     timeout: float | httpx.Timeout | None = 5.0,
     limits: httpx.Limits = _LIMITS,
-    verify: bool = True,
+    verify: bool | ssl.SSLContext = True,
 ) -> httpx.AsyncClient:
     """Return a client for URLs of jobs, which follows no redirects.
 
@@ -295,13 +302,13 @@ def guard_process(allowed: Reachable) -> None:
     address; one that names the host itself is refused, since it would be resolved unseen. Hosts
     that the operator names are resolved through `socket.getaddrinfo`, and their addresses known.
     """
-    named: set[str] = set()
+    named: set[tuple[str, int]] = set()
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
         answers = resolve(host, port, *args, **kwargs)
         if allowed.names(str(host), int(port) if str(port).isdecimal() else 0):
-            named.update(str(entry[4][0]) for entry in answers)
+            named.update((str(entry[4][0]), int(entry[4][1])) for entry in answers)
         return answers
 
     def check(event: str, arguments: tuple[Any, ...]) -> None:
@@ -310,13 +317,13 @@ def guard_process(allowed: Reachable) -> None:
         address = arguments[1]
         if not isinstance(address, tuple):
             raise _refused(repr(address))
-        host = str(cast("tuple[Any, ...]", address)[0])
+        host, port = cast("tuple[Any, ...]", address)[:2]
         try:
-            is_allowed = host in named or allowed.allows_address(host)
+            is_allowed = (host, port) in named or allowed.allows_address(str(host))
         except ValueError:
             is_allowed = False
         if not is_allowed:
-            raise _refused(host)
+            raise _refused(str(host))
 
     socket.getaddrinfo = getaddrinfo
     sys.addaudithook(check)

@@ -19,13 +19,34 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar, cast
 
 from .wire.codec import read_json
 from .wire.errors import DataError
 from .wire.images import encoded_image
 
+T = TypeVar("T")
 Messages: TypeAlias = list[dict[str, Any]]
+
+LABELS = frozenset(
+    {
+        "cache_control",
+        "cache_salt",
+        "guided_decoding_backend",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "user",
+        "user_id",
+    }
+)
+"""Fields that label or speed up a request, and never change an answer."""
+NOT_SHOWN = LABELS | {"id", "phase", "status", "type"}
+"""Fields of a message that belong to an API, and that no template shows."""
 
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
@@ -141,6 +162,122 @@ def _tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
         hint = "tools must be a list of function schemas, or its JSON text"
         raise origin.error("", value, "", hint)
     return [_tool(tool) for tool in schemas]
+
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the keys that a chat template sees, however it was given.
+
+    They are the name, the description, the parameters and transformers' `return`. What a tool says
+    to an API alone (`strict`) is left out.
+    """
+    inner = tool.get("function", tool)
+    function = _present(cast("Mapping[str, Any]", inner)) if isinstance(inner, Mapping) else {}
+    if "name" not in function:
+        return dict(tool)
+    parameters = function.get("parameters") or function.get("input_schema") or NO_PARAMETERS
+    shown = {
+        "name": function["name"],
+        "description": function.get("description", ""),
+        "parameters": _schema(parameters),
+    }
+    returned = {"return": _schema(function["return"])} if "return" in function else {}
+    return {"type": "function", "function": {**shown, **returned}}
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages with the keys that a chat template sees, however they were given.
+
+    Tool results stand in the order of their calls.
+    """
+    return in_call_order(
+        [_template_message(message) for message in messages],
+        lambda message: [call["id"] for call in message.get("tool_calls", ())],
+        lambda message: message.get("tool_call_id", "") if message["role"] == "tool" else None,
+    )
+
+
+def in_call_order(
+    messages: Sequence[T],
+    calls_of: Callable[[T], Sequence[str]],
+    answered: Callable[[T], str | None],
+) -> list[T]:
+    """Return messages with tool results in the order of their calls.
+
+    `calls_of` returns the ids of a message's calls, `answered` that of a tool result; None: the
+    message is not one.
+    """
+    ordered: list[T] = []
+    results: list[tuple[int, T]] = []
+    order: dict[str, int] = {}
+    for message in messages:
+        call = answered(message)
+        if call is not None:
+            results.append((order.get(call, len(order)), message))
+            continue
+        ordered += [result for _, result in sorted(results, key=itemgetter(0))]
+        results = []
+        order = {call: place for place, call in enumerate(calls_of(message))}
+        ordered.append(message)
+    return [*ordered, *(result for _, result in sorted(results, key=itemgetter(0)))]
+
+
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.pop("role", "")
+    role = _ROLES.get(role, role)
+    content = fields.pop("content", "")
+    if role == "tool" and not (isinstance(content, str) or _are_parts(content)):
+        content = json.dumps(content, ensure_ascii=False, default=json_default)
+    content = _template_content(content)
+    calls = fields.pop("tool_calls", None)
+    thoughts = [fields.pop("reasoning_content", None), fields.pop("reasoning", None)]
+    answered = fields.pop("tool_call_id", None)
+    shown: dict[str, Any] = {"role": role, "content": content}
+    shown |= {key: value for key, value in fields.items() if key not in NOT_SHOWN}
+    if calls:
+        shown["tool_calls"] = [_template_call(call) for call in calls]
+    reasoning = next((text for text in thoughts if isinstance(text, str)), "")
+    if role == "assistant" and reasoning:
+        shown["reasoning_content"] = reasoning
+    answered = answered or (fields.get("name") if role == "tool" else None)
+    return {**shown, "tool_call_id": answered} if isinstance(answered, str) and answered else shown
+
+
+def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments: Any = function.get("arguments") or {}
+    value: Any = arguments
+    if isinstance(arguments, str):
+        value = read_object(arguments) if arguments.strip() else {}
+    shown = {"name": function.get("name"), "arguments": arguments if value is None else value}
+    name = call.get("id")
+    return {"type": "function", "id": name if isinstance(name, str) else "", "function": shown}
+
+
+def _template_content(content: Any) -> Any:
+    """Return a text, or a list of texts and images; a list of texts is one text."""
+    if not isinstance(content, list):
+        return content
+    parts = [_template_part(part) for part in cast("list[Any]", content)]
+    if all(part.get("type") == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _template_part(part: Any) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        return {"type": "text", "text": str(part)}
+    fields = _present(cast("dict[str, Any]", part))
+    kind = _kind(fields)
+    if kind in _TEXTS:
+        text = fields.get("refusal" if kind == "refusal" else "text", "")
+        return {"type": "text", "text": str(text)}
+    if kind in _IMAGES:
+        return {"type": "image", "image": fields.get("image", fields.get("image_url"))}
+    return fields
 
 
 def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

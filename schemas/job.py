@@ -195,6 +195,8 @@ class JobRecord(Message):
     """Place in the queue, from 1; in replies only."""
     version: int = 0
     """Newest version known to the scheduler."""
+    figures: dict[str, float] = Field(default_factory=dict[str, float], max_length=16)
+    """Newest values of the metrics in lists, at its end; empty while it runs."""
     created: float
     started: float | None = None
     finished: float | None = None

@@ -5,6 +5,7 @@ from typing import Any, Literal, cast
 from pydantic import Field
 
 from .task import Blame
+from .wire.bounds import Moment
 from .wire.codec import read_json
 from .wire.message import Message, with_last
 
@@ -24,7 +25,7 @@ class Metric(Message):
     """Training step; 0 is before training."""
     values: dict[str, float]
     """NaN: could not be computed."""
-    time: float
+    time: Moment
     """Seconds since the epoch."""
 
     @property
@@ -43,7 +44,7 @@ class Event(Message):
     message: str = ""
     """Text for people."""
     data: dict[str, Any] = Field(default_factory=dict[str, Any])
-    time: float
+    time: Moment
     """Seconds since the epoch."""
 
 
@@ -54,7 +55,7 @@ class LogLines(Message):
     attempt: int = Field(ge=1)
     """Number of the actor's start."""
     lines: list[str]
-    time: float
+    time: Moment
     """Seconds since the epoch."""
 
     def named_at(self, at: str) -> str:
@@ -131,7 +132,7 @@ class Presence(Message):
     state: str
     waits_for: str = ""
     """Name of its current wait, and the other side."""
-    missing_since: float | None = None
+    missing_since: Moment | None = None
     """Time since when it waits for something outside the pool: a client's game, or room on a
     disk."""
     version: int | None = None
@@ -140,7 +141,7 @@ class Presence(Message):
     """Finished work: steps, groups, evaluations, answers."""
     numbers: dict[str, float] = Field(default_factory=dict[str, float])
     """Its figures: tokens/s, running episodes, share of time busy …"""
-    time: float
+    time: Moment
     """Seconds since the epoch."""
 
     def named_at(self, at: str) -> str:

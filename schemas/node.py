@@ -228,6 +228,8 @@ class LookQuestion(Message):
         default_factory=list[str], max_length=64
     )
     """Functions of the user's that actors import, as `package.module:function`."""
+    user: str = Field(default="", max_length=64)
+    """Owner of the job, whose questions on disks that hang hold up no other's."""
 
 
 class ModelQuestion(Message):
@@ -237,6 +239,8 @@ class ModelQuestion(Message):
     """Folder on the node, or `owner/name` of the hub."""
     alike: bool = False
     """Give the same answer for every path without a model, existing or not."""
+    user: str = Field(default="", max_length=64)
+    """As in `LookQuestion`."""
 
 
 class GameCheckRequest(Request):

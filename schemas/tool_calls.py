@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+from .argument_types import argument_value
 from .chat_messages import read_object, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -305,6 +306,8 @@ _BEGINS: dict[CallFormat, tuple[tuple[str, ...], str]] = {
 }
 """Marks that begin a call, and first characters of an answer that consists of calls."""
 FORMATS: tuple[CallFormat, ...] = (qwen_xml, glm, mistral, llama, deepseek)
+UNTYPED: tuple[CallFormat, ...] = (qwen_xml, glm)
+"""Formats that write arguments as plain texts."""
 
 
 def _hermes(call: FoundCall) -> str:
@@ -314,7 +317,7 @@ def _hermes(call: FoundCall) -> str:
 
 def _shown(calls: list[FoundCall], tools: Tools) -> Pieces:
     """Return calls of known tools; without a mark other JSON is an ordinary answer."""
-    names = {name for name, _ in _schemas(tools)}
+    names = {name for name, _ in _parameters(tools)}
     return [*calls] if all(name in names for name, _ in calls) else []
 
 
@@ -356,11 +359,11 @@ def _object_end(text: str) -> int:
 
 
 def _tagged(text: str, tools: Tools, call: re.Pattern[str], argument: re.Pattern[str]) -> Pieces:
-    schemas = dict(_schemas(tools))
+    parameters = dict(_parameters(tools))
     pieces: Pieces = []
     end = 0
     for match in call.finditer(text):
-        arguments = _arguments(match[2], argument, schemas.get(match[1], {}))
+        arguments = _arguments(match[2], argument, parameters.get(match[1]))
         if arguments is None:
             continue
         payload = json.dumps(arguments, ensure_ascii=False)
@@ -369,51 +372,22 @@ def _tagged(text: str, tools: Tools, call: re.Pattern[str], argument: re.Pattern
     return [*pieces, text[end:]] if pieces else []
 
 
-def _arguments(
-    body: str, pattern: re.Pattern[str], schemas: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _arguments(body: str, pattern: re.Pattern[str], parameters: Any) -> dict[str, Any] | None:
     """Return the arguments of a call in tags; None if there is other text among them."""
     arguments: dict[str, Any] = {}
     at = 0
     while match := pattern.match(body, at):
         if match[1] in arguments:
             return None
-        arguments[match[1]] = _typed(match[2], schemas.get(match[1]))
+        arguments[match[1]] = argument_value(match[2], parameters, match[1])
         at = match.end()
     return arguments if not body[at:].strip() else None
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """Return a text as a value of the first type in the schema that it can have."""
-    types = list(_types(schema))
-    if not types or "string" in types:
-        is_null = "null" in types and text.strip() in ("null", "None")
-        return None if is_null else text
-    value = read_value({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    return text if value is None and text.strip() not in ("null", "None") else value
-
-
-def _types(schema: Any) -> Iterator[str]:
-    if not isinstance(schema, Mapping):
-        return
-    fields = cast("Mapping[str, Any]", schema)
-    declared = fields.get("type")
-    yield from (
-        [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
-    )
-    for key in ("anyOf", "oneOf"):
-        for option in cast("list[Any]", fields.get(key) or []):
-            yield from _types(option)
-
-
-def _schemas(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name of each tool, with the schemas of its parameters by name."""
+def _parameters(tools: Tools) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each tool, with the schema of its arguments."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping):
             fields = cast("Mapping[str, Any]", function)
-            declared = fields.get("parameters")
-            parameters = cast("dict[str, Any]", declared) if isinstance(declared, dict) else {}
-            properties = parameters.get("properties")
-            schemas = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
-            yield str(fields.get("name")), schemas
+            yield str(fields.get("name")), fields.get("parameters")

@@ -4,8 +4,9 @@ The job's host in the pool assigns them. A request with the user's key is relaye
 the episode's own key. Each gateway stores the keys of the episodes that were taken there.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from cachetools import FIFOCache
@@ -35,6 +36,12 @@ _ANSWER_S = 15.0
 _NAME_CHARS = 200
 _MAX_KNOWN = 4096
 _POSTS = ("reward", "end", "note")
+
+
+class EpisodeGone(EpisodeOver):
+    """A user's episode is over; 401 would be about the user's own key."""
+
+    status = 410
 
 
 class NoEpisodeYet(errors.TinkermqError):
@@ -88,7 +95,7 @@ class UserEpisodes:
         try:
             episode = await self._programs(request).of_key(key)
         except KeyRefused as error:
-            raise EpisodeOver(
+            raise EpisodeGone(
                 f"episode {name!r} is over, or was started again at another host"
             ) from error
         what = request.url.path.split("/")[4:]
@@ -106,6 +113,12 @@ class _Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the request as the episode's program."""
+
+        async def send_as_user(message: MutableMapping[str, Any]) -> None:
+            if message.get("status") == KeyRefused.status:  # the user's own key is good
+                message = {**message, "status": EpisodeGone.status}
+            await send(message)
+
         others = ("authorization", "x-api-key", "api-key", "cookie")
         headers = [
             (name, value)
@@ -113,7 +126,8 @@ class _Relayed(Response):
             if name.decode("latin-1") not in others
         ]
         headers.append((b"authorization", f"Bearer {self._key}".encode()))
-        await self._episode({**scope, "path": self._path, "headers": headers}, receive, send)
+        scope = {**scope, "path": self._path, "headers": headers}
+        await self._episode(scope, receive, send_as_user)
 
 
 async def _request_episode(
@@ -190,5 +204,5 @@ def _episode_fields(record: JobRecord, reply: GiveReply, url: str) -> dict[str, 
         "openai_base_url": f"{url}/v1",
         "anthropic_base_url": url,
         "variables": model_environment(episode, url),
-        "left": {"seconds": round(reply.left_s, 1)},
+        "left": {"seconds": round(reply.left_s, 1) if math.isfinite(reply.left_s) else None},
     }

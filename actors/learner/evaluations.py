@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...broker.client.connection import Broker
 from ...broker.feed import ValidationScore, best_of, publish_metric
-from ...broker.jetstream.kv import Bucket, Entry, KeyChanges
+from ...broker.jetstream.kv import Bucket, DamagedEntry, Entry, KeyChanges
 from ...broker.jetstream.streams import EVALUATION_BYTES
 from ...broker.tasks import TaskQueue, ValidationLog, publish_validation_tasks
 from ...envs.evaluation import evaluation_tasks, fitting, validation_metrics
@@ -128,7 +128,7 @@ class Evaluations:
         record = EvalRecord(version=version, step=version)
         async with self._collecting:
             try:
-                await self._bucket.create(self._key(version), record)
+                self._note_revision(await self._bucket.create(self._key(version), record))
             except ConflictError:
                 return False
             self._waiting.add(version)
@@ -137,7 +137,7 @@ class Evaluations:
 
     async def follow(self) -> None:
         """Issue the tasks of requested evaluations and report their results, forever."""
-        forget = self._broker.on_reconnect(self._changed.set)
+        forget = self._broker.on_reconnect(self._look_again)
         async with KeyChanges(self._broker, BUCKET_EVALS, self._scope.key) as changes:
             listening = await self._broker.listen(self._scope.validated, self._note_result)
             try:
@@ -151,6 +151,18 @@ class Evaluations:
             finally:
                 forget()
                 await listening.stop()
+
+    def _look_again(self) -> None:
+        """Read all records and queue missing tasks again: the broker's store may have lost some."""
+        self._revision = 0
+        self._issued.clear()
+        self._changed.set()
+
+    def _note_revision(self, revision: int) -> None:
+        """Read all records again if a write is not the newest: the bucket was set back or made
+        again."""
+        if revision <= self._revision:
+            self._revision = 0
 
     async def _wake(self, changes: KeyChanges) -> None:
         """Read the bucket at each request and periodically."""
@@ -225,12 +237,22 @@ class Evaluations:
         """Record the outcome of a version; `collect` reports it."""
         if state == "failed":
             await self._publish_event("evaluation_failed", blame, version=version)
-        entry = await self._bucket.find(self._key(version))
-        if entry is not None and entry.value.state in ("requested", "running"):
+        key, entry = self._key(version), None
+        try:
+            entry = await self._bucket.get(key)
+            revision = 0 if entry is None else entry.revision  # 0: a damaged store has lost it
+        except DamagedEntry as error:
+            revision = error.revision
+        record = EvalRecord(version=version, step=version) if entry is None else entry.value
+        if record.state in ("requested", "running"):
             changes = {"state": state, "values": values or {}, "blame": blame[:_MAX_BLAME_CHARS]}
+            ended = record.model_copy(update=changes)
             with contextlib.suppress(ConflictError):
-                record = entry.value.model_copy(update=changes)
-                await self._bucket.update(self._key(version), record, entry.revision)
+                if revision:
+                    revision = await self._bucket.update(key, ended, revision)
+                else:
+                    revision = await self._bucket.create(key, ended)
+                self._note_revision(revision)
         self._changed.set()
 
     async def collect(self) -> None:

@@ -17,18 +17,27 @@ from ..training.state import LearnerState
 from .intake import stream_recreated
 
 
-async def held_records(batches: BatchLog, log: RolloutLog) -> list[BatchRecord]:
-    """Return the records of the steps up to the newest whose groups the rollout log holds.
+async def held_records(batches: BatchLog, log: RolloutLog, step: int) -> list[BatchRecord]:
+    """Return the records from `step` on, up to the newest whose groups the rollout log holds.
 
-    Raises StorageError if the log holds those of no step: it was deleted and made again.
+    If it holds those of no such step, earlier records are returned, too. Raises StorageError if it
+    holds those of no step at all: it was deleted and made again.
     """
-    records = [record for _, record in await batches.read_all()]
-    held = list(records)
-    while held and not await log.holds_batch(held[-1]):
-        held.pop()
+    records = await batches.read_since(step)
+    held = await _held_of(records, log)
+    if not held and step:  # the store was set back to before it
+        records = await batches.read_since(0)
+        held = await _held_of(records, log)
     if records and not held:
         known = max(records[-1].seqs)
         raise stream_recreated("rollout log", await log.last_seq(), known, log.stream)
+    return held
+
+
+async def _held_of(records: Sequence[BatchRecord], log: RolloutLog) -> list[BatchRecord]:
+    held = list(records)
+    while held and not await log.holds_batch(held[-1]):
+        held.pop()
     return held
 
 
@@ -38,7 +47,7 @@ async def records_behind(batches: BatchLog, log: RolloutLog, step: int) -> list[
     Raises StorageError as `held_records`.
     """
     lost, behind = await log.lost_seqs(), list[BatchRecord]()
-    for record in await held_records(batches, log):
+    for record in await held_records(batches, log, step):
         if record.step <= step:
             continue
         if lost.intersection(record.seqs):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -227,12 +228,13 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
     """Return the newest undamaged checkpoint that agrees with the broker's logs.
 
     A fenced-off learner may have written one that disagrees. One that is newer than the logs is
-    set aside, too, unless the logs no longer hold what comes after an earlier one. Raises
-    StorageError for a log that was deleted and made again.
+    set aside, too, unless the logs no longer hold what comes after an earlier one. Empty logs that
+    are as old as the run are from before its first step: it begins again. Raises StorageError for a
+    log that was deleted and made again.
     """
+    started = context.record.started or time.time()
     log = RolloutLog(context.broker, context.scope)
     batches = BatchLog(context.broker, context.scope)
-    records = await held_records(batches, log)
     damaged, newer = list[TinkermqError](), list[TinkermqError]()
     newest: int | None = None
     while True:
@@ -245,7 +247,8 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
                 return start
             folder = await asyncio.to_thread(checkpoints.put_back, newest)
             return start._replace(folder=folder, state=await _with_new_log(folder, log))
-        if state.batch_seq and not records:
+        records = await held_records(batches, log, state.step)
+        if state.batch_seq and not records and await batches.made() > started:
             raise stream_recreated("log of batches", 0, state.batch_seq, batches.stream)
         if (error := unlike_records(folder, state, records)) is not None:
             damaged.append(error)

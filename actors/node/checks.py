@@ -10,11 +10,12 @@ import contextlib
 import json
 import os
 import sys
+from collections import Counter
 from typing import Any
 
 from ...broker.client.login import without_secrets
 from ...broker.client.rpc import Service
-from ...envs.dataset import is_dataset_name
+from ...envs.dataset import is_dataset_name, saved_files
 from ...envs.registry import find_game, find_module
 from ...envs.task_folders import holds_tasks
 from ...schemas.checks import (
@@ -50,7 +51,7 @@ _INSPECT_S = 120.0
 """An inspection of a model that takes longer is ended."""
 _MAX_RESULTS = 32
 _MAX_LOOKS = 8
-"""Concurrent lookups of files, or of models, including those on hanging disks."""
+"""Concurrent lookups of one user of files, or of models, including those on hanging disks."""
 MAX_CONFIG_BYTES = 96 * 1024
 """Largest request in an environment variable, whose size the kernel bounds."""
 _UNKNOWN = CheckReply(done=False)
@@ -81,7 +82,7 @@ class FileChecks:
     async def answer(self, question: LookQuestion) -> CheckReply:
         """Return the files and packages found, if the disk answers in time."""
         try:
-            return await self._threads.look("", check_files_now, question)
+            return await self._threads.look(question.user, check_files_now, question)
         except TimeoutError:
             return _UNKNOWN
 
@@ -124,7 +125,7 @@ def _is_dataset(name: str) -> bool:
     if source is not None:
         return holds_tasks(source)
     path = without_tilde(name)
-    return is_dataset_name(path) and path.is_file()
+    return (is_dataset_name(path) and path.is_file()) or bool(saved_files(path))
 
 
 class ModelChecks:
@@ -133,22 +134,23 @@ class ModelChecks:
     def __init__(self) -> None:
         """Start without threads."""
         self._threads = DiskThreads(_MAX_LOOKS, ANSWER_S)
-        self._num_running = 0
+        self._num_running = Counter[str]()
 
     async def answer(self, question: ModelQuestion) -> CheckReply:
         """Return whether a model can be loaded, if known in time."""
-        if self._num_running >= _MAX_LOOKS:
+        user = question.user
+        if self._num_running[user] >= _MAX_LOOKS:
             return _UNKNOWN
         check = check_model_alike if question.alike else check_model_is_here
-        self._num_running += 1
+        self._num_running[user] += 1
         try:
-            await self._threads.look("", check, question.model)
+            await self._threads.look(user, check, question.model)
         except TinkermqError as error:
             return CheckReply(results=[failed_check("model", error)])
         except Exception:  # noqa: BLE001  any library's error: the job itself finds out
             return _UNKNOWN
         finally:
-            self._num_running -= 1
+            self._num_running -= Counter([user])
         detail = f"{question.model} is there"
         return CheckReply(results=[CheckResult(name="model", outcome="ok", detail=detail)])
 

@@ -19,20 +19,22 @@ import asyncio
 import contextlib
 import os
 import shutil
+import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
 
 from ...broker.client.login import CA_VARIABLE
-from ...envs.dataset import is_dataset_name
+from ...envs.dataset import is_dataset_name, saved_files
 from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
 from ...envs.sandbox.sandbox import (
     SYSTEM_ETC,
     Mount,
     Sandbox,
     etc_mounts,
+    held,
     memory_folder,
     python_variables,
     readable,
@@ -43,8 +45,8 @@ from ...envs.sandbox.sandbox import (
 from ...envs.sandbox.self_test import prove
 from ...envs.sandbox.served import SOCKET, listen_at
 from ...envs.sandbox.shown import FOLDERS_VARIABLE, PathRefused, code_folders, refuse_runs
-from ...schemas.local.folder import process_folder
-from ...schemas.local.process import die_with
+from ...schemas.local.folder import hold, process_folder
+from ...schemas.local.process import die_with, finish
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, SandboxError, TinkermqError
 from ..storage.access import is_of_another, own_folders, refuse_unshown_folder, without_tilde
@@ -163,8 +165,11 @@ class SandboxStarter:
         interpreters = InterpreterSocket(_allowed(os.environ))
         try:
             program = Program(command, environment={**_allowed(os.environ), **_WHO, **environment})
-            sandbox = await asyncio.to_thread(self._proven_sandbox, spec, interpreters)
-            process = await start_in_thread(sandbox, program, stdout=output, stderr=output)
+            with contextlib.ExitStack() as data:  # it is mounted from open files
+                sandbox = await finish(
+                    asyncio.to_thread(self._proven_sandbox, spec, interpreters, data)
+                )
+                process = await start_in_thread(sandbox, program, stdout=output, stderr=output)
         except BaseException as error:
             await interpreters.close()
             if isinstance(error, PathRefused):
@@ -174,24 +179,32 @@ class SandboxStarter:
             raise
         return SandboxedActor(process, interpreters)
 
-    def _proven_sandbox(self, spec: WantedActor, interpreters: "InterpreterSocket") -> Sandbox:
+    def _proven_sandbox(
+        self, spec: WantedActor, interpreters: "InterpreterSocket", data: contextlib.ExitStack
+    ) -> Sandbox:
         """Return the sandbox of an actor; the first must pass its self-test."""
-        sandbox = actor_sandbox(spec, interpreters)
+        sandbox = actor_sandbox(spec, interpreters, data)
         if not self._is_proven:
             prove(sandbox)
             self._is_proven = True
         return sandbox
 
 
-def actor_sandbox(spec: WantedActor, interpreters: "InterpreterSocket") -> Sandbox:
-    """Return the sandbox of an actor; disks may be slow. Raises SandboxError."""
+def actor_sandbox(
+    spec: WantedActor, interpreters: "InterpreterSocket", opened: contextlib.ExitStack
+) -> Sandbox:
+    """Return the sandbox of an actor, whose data files are open as long as `opened`.
+
+    Disks may be slow. Raises SandboxError.
+    """
     shown = code_folders()
     refuse_runs(shown, Path(spec.run_dir))
-    data = _data_files(spec)
+    data = _data_files(spec, opened)
     if authority := os.environ.get(CA_VARIABLE):
         shown.append(Path(authority))
     if unprivileged_user() is not None:
-        _refuse_unreadable([*shown, *data.values()])
+        _refuse_unreadable({path: path.stat() for path in shown if path.exists()})
+        _refuse_unreadable({path: os.fstat(file) for path, file in data.items()})
     here = _working_folder()
     return Sandbox(
         python=(sys.executable, *_OPTIONS),
@@ -202,7 +215,7 @@ def actor_sandbox(spec: WantedActor, interpreters: "InterpreterSocket") -> Sandb
             *(Mount("folder", str(item), mode=0o1777) for item in sorted({Path.home(), here})),
             *etc_mounts(_ETC),
             *(readable(path, is_optional=True) for path in sorted(set(shown))),
-            *(readable(path, place, is_optional=True) for path, place in data.items()),
+            *(held(path, file) for path, file in data.items()),
             writable(SOCKET, interpreters.path),
         ),
         folder=str(here),
@@ -228,7 +241,8 @@ def check_programs(spec: WantedActor) -> None:
     It does not run code of the job's owner, and each of its programs has a sandbox. It may read,
     and show them, only files that a hosted game would see. Raises PathRefused.
     """
-    _data_files(spec)
+    with contextlib.ExitStack() as opened:
+        _data_files(spec, opened)
     for folder in spec.programs or []:
         try:
             refuse_unshown_folder(without_tilde(folder.replace("\0", "?")).resolve(), spec)
@@ -236,22 +250,33 @@ def check_programs(spec: WantedActor) -> None:
             raise PathRefused(error.message, hint=error.hint) from error
 
 
-def _data_files(spec: WantedActor) -> dict[Path, Path]:
-    """Return the real paths of a job's data files, by the paths that it names.
+def _data_files(spec: WantedActor, opened: contextlib.ExitStack) -> dict[Path, int]:
+    """Open a job's data files; return their descriptors by the paths that the job names.
 
-    Both must be names of datasets: a game must not see arbitrary files that its owner calls data,
-    nor, through a link, a file of another user's run.
+    That path and the real one must be names of datasets: a game must not see arbitrary files that
+    its owner calls data, nor, through a link, a file of another user's run. Raises PathRefused.
     """
     roots, own = [Path(root) for root in spec.output_roots], own_folders(spec)
-    named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
-    places = {path: path.resolve() for path in named if is_dataset_name(path)}
-    for path, place in places.items():
-        if place != path and (not is_dataset_name(place) or is_of_another(place, own, roots)):
+    paths = (file for path in map(without_tilde, spec.reads) for file in (path, *saved_files(path)))
+    named = {path.absolute() for path in paths if path.is_file()}
+    files: dict[Path, int] = {}
+    for path in filter(is_dataset_name, named):
+        try:
+            file, place = hold(path)
+        except OSError as error:
+            raise PathRefused(
+                f"{path} cannot be opened: {error.strerror}",
+                hint="see its rights; it must not change while a host starts",
+            ) from error
+        opened.callback(os.close, file)
+        is_odd = not is_dataset_name(place) or is_of_another(place, own, roots)
+        if (place != path and is_odd) or not stat.S_ISREG(os.fstat(file).st_mode):
             raise PathRefused(
                 f"{path} leads to {place}, which is not a dataset of user {spec.user!r}",
                 hint="name the file itself, or copy it",
             )
-    return places
+        files[path] = file
+    return files
 
 
 def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -260,11 +285,11 @@ def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name in names}
 
 
-def _refuse_unreadable(paths: Iterable[Path]) -> None:
+def _refuse_unreadable(paths: Mapping[Path, os.stat_result]) -> None:
     """Raise PathRefused for files that only root may read: the game runs under another user id."""
-    for path in paths:
-        needed = 0o005 if path.is_dir() else 0o004
-        if path.exists() and path.stat().st_mode & needed != needed:
+    for path, status in paths.items():
+        needed = 0o005 if stat.S_ISDIR(status.st_mode) else 0o004
+        if status.st_mode & needed != needed:
             raise PathRefused(
                 f"hosted games may not read {path}: a node of root starts them as an unused user",
                 hint=f"chmod -R o+rX {path}",
@@ -284,7 +309,7 @@ class InterpreterSocket:
         """
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
-        self._folder = process_folder("tinkermq-socket")
+        self._folder = process_folder("socket")
         self.path = self._folder / "socket"
         try:
             self._listening = listen_at(self.path)

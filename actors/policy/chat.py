@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 import numpy as np
 
 from ...envs.reasoning import opened_by
+from ...schemas.chat_messages import template_messages, template_tool
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.model_apis.canonical import THINK
 from ...schemas.wire.array import IntVector
@@ -34,6 +35,7 @@ from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
 from . import model_folder
 from .call_form import CallForm, find_call_form
+from .system_form import SystemForm, find_system_form
 from .template_variables import settable, variables_of
 from .token_text import SpecialText, TokenBytes, marks_of
 from .vision import check_seen, with_room
@@ -48,7 +50,6 @@ ChatMessage: TypeAlias = Mapping[str, Any]
 _REPLY = "stand-in reply"
 _USER: ChatMessage = {"role": "user", "content": "stand-in"}
 _STAND_IN: tuple[ChatMessage, ...] = (_USER, {"role": "assistant", "content": _REPLY})
-_SYSTEM: ChatMessage = {"role": "system", "content": "stand-in system"}
 _OTHERS: tuple[ChatMessage, ...] = (
     {"role": "tool", "content": "stand-in"},
     {"role": "system", "content": "stand-in"},
@@ -121,7 +122,6 @@ class ChatTokenizer:
         self._asks_time = "strftime_now" in str(template)
         self._time = time.time()
         self._template_kwargs = dict(template_kwargs or {})
-        self._call_form: list[CallForm] = []  # computed once, and shared with those of other times
         self.findings: dict[str, Any] = {}
         """Cached facts about the template by name, equal at all times."""
         self._image_reader = image_reader
@@ -142,7 +142,10 @@ class ChatTokenizer:
         """Whether the template ends a turn; otherwise the marker of the next role does."""
         marks = self._role_marks() if self._before and not ends else []
         eos = cast("int | None", tokenizer.eos_token_id)
-        ids = [*ends, *([] if eos is None else [eos]), *extra_stop_token_ids, *marks]
+        own_ends = [*([] if eos is None else [eos]), *extra_stop_token_ids]
+        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys(map(int, own_ends)))
+        """Tokens that end a text without a template: the tokenizer's, and the model's."""
+        ids = [*ends, *self.end_token_ids, *marks]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
         """Tokens that end a turn of the policy; the first one ends a conversation."""
         if not self.stop_token_ids:
@@ -195,6 +198,7 @@ class ChatTokenizer:
         Images are included as their tokens. Raises ModelError for tools that the template omits and
         images that the model cannot read, DataError for invalid images.
         """
+        messages = template_messages(messages)
         images = images_of(messages)
         check_seen(images, self._image_reader)
         self._refuse_unseen(tools, messages)
@@ -243,6 +247,7 @@ class ChatTokenizer:
         Raises ModelError for a template that does not only append and for images that the model
         cannot read; DataError for an assistant without text, or with images.
         """
+        messages = template_messages(messages)
         check_seen(images_of(messages), self._image_reader)
         self._refuse_unseen(tools, messages[:1])
         if self._has_template and not self._before:
@@ -278,7 +283,7 @@ class ChatTokenizer:
             place for place, message in enumerate(messages) if message.get("role") == "assistant"
         ]
         shown = self._texts.hide(messages)
-        render = partial(self._render_hidden, tools=self._texts.hide_tools(tools))
+        render = partial(self._render_hidden, tools=self._hide_tools(tools))
         prompts = [render(shown[:place], prompt=True) for place in places]
         later: list[str | None] = [*prompts[1:], None][: len(places)]
         if places and not self.ends_turns and places[-1] + 1 < len(messages):
@@ -506,9 +511,7 @@ class ChatTokenizer:
     def _refuse_unseen(
         self, tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
     ) -> None:
-        """Raise ModelError for tools or a system message that the template omits."""
-        if self._has_template and any(message.get("role") == "system" for message in messages):
-            self._refuse_unseen_system()
+        """Raise ModelError for tools that the template omits."""
         if not tools:
             return
         with_tools = self.render(messages, prompt=True, tools=tools)
@@ -517,28 +520,6 @@ class ChatTokenizer:
                 "the model's chat template omits tools: the model would not see them",
                 hint="leave `tools` out, or use a model whose template shows them",
             )
-
-    def _refuse_unseen_system(self) -> None:
-        """Raise ModelError if the template refuses or omits a system message."""
-        if "system" not in self.findings:
-            self.findings["system"] = self._find_system_refusal()
-        if self.findings["system"]:
-            named = str(cast("Any", self._tokenizer).name_or_path or "the model")
-            raise ModelError(
-                f"the chat template of {named} takes no system message, and a conversation begins "
-                f"with one: {self.findings['system']}",
-                hint="use a game without a system prompt, a model whose template shows it, or "
-                "write it into chat_template.jinja in the model's folder, for example before the "
-                "first message of the user",
-            )
-
-    def _find_system_refusal(self) -> str:
-        """Return why the policy would not see a system message; empty: it would."""
-        try:
-            rendered = self.render([_SYSTEM, _USER], prompt=True)
-        except ModelError as error:
-            return error.message
-        return "" if str(_SYSTEM["content"]) in rendered else "the template leaves it out"
 
     def _check_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
@@ -615,11 +596,15 @@ class ChatTokenizer:
     ) -> str:
         """Render messages; raises ModelError if the template refuses them.
 
-        Texts of messages that look like special tokens are escaped (`SpecialText`) until they are
-        encoded. Tool calls are passed in the template's form.
+        Messages and tools have the same form however they were given (`template_messages`), with
+        system messages and tool calls as the template shows them. Texts that look like special
+        tokens are escaped (`SpecialText`) until they are encoded.
         """
-        hidden, hidden_tools = self._texts.hide(messages), self._texts.hide_tools(tools)
-        return self._render_hidden(hidden, prompt=prompt, tools=hidden_tools)
+        hidden = self._texts.hide(template_messages(messages))
+        return self._render_hidden(hidden, prompt=prompt, tools=self._hide_tools(tools))
+
+    def _hide_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return self._texts.hide_tools(map(template_tool, tools))
 
     def _render_hidden(
         self,
@@ -628,14 +613,28 @@ class ChatTokenizer:
         prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
+        if self._has_template and any(message.get("role") == "system" for message in messages):
+            named = str(cast("Any", self._tokenizer).name_or_path or "the model")
+            messages = self.system_form.fit(messages, named)
         if any(message.get("tool_calls") for message in messages):
-            if not self._call_form:
-                call_form = find_call_form(
-                    lambda some, its_tools: self._render(some, prompt=False, tools=its_tools)
-                )
-                self._call_form.append(call_form)
-            messages = self._call_form[0].fit(messages)
+            messages = self._call_form.fit(messages)
         return self._render(messages, prompt=prompt, tools=tools)
+
+    @property
+    def system_form(self) -> SystemForm:
+        """The system messages that the template shows, found once."""
+        if "system" not in self.findings:
+            render = partial(self._render, prompt=True, tools=())
+            self.findings["system"] = find_system_form(render)
+        return self.findings["system"]
+
+    @property
+    def _call_form(self) -> CallForm:
+        """The form of tool calls, found once."""
+        if "calls" not in self.findings:
+            render = partial(self._render, prompt=False)
+            self.findings["calls"] = find_call_form(lambda some, its: render(some, tools=its))
+        return self.findings["calls"]
 
     def _render(
         self,

@@ -3,7 +3,6 @@
 import json
 import socket
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
@@ -11,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.sections import LoraConfig
+from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
+from ..storage.held_models import held_models
 from ..storage.model_files import check_model_files, refuse_code
 from .lora import add_adapter, merge, refuse_unmatched, share_weights, untie
 
@@ -251,10 +252,12 @@ def load_model_config(
     try:
         fields = cast("dict[str, Any]", cast("Any", PreTrainedConfig).get_config_dict(path)[0])
         refuse_code(fields, f"config.json of model {path}")
-        return cast(
+        config = cast(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
+        config.name_or_path = held_models.named(path)
+        return config
     except ModelError:
         raise
     except Exception as error:  # of a library, or of the model's own code
@@ -347,6 +350,7 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
+    model.name_or_path = model.config.name_or_path = held_models.named(path)
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
@@ -603,7 +607,7 @@ def check_saving(
     tokenizer = load_tokenizer(tokenizer_path or path, trust_remote_code=trust_remote_code)
     processor = Processor(tokenizer, load_image_reader(path, trust_remote_code=trust_remote_code))
     settings = load_generation_config(path)
-    with tempfile.TemporaryDirectory(prefix="tinkermq-saving-") as folder:
+    with temporary_folder("saving") as folder:
         try:
             with torch.device("meta"):
                 options = {"trust_remote_code": trust_remote_code}

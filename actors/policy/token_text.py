@@ -11,7 +11,7 @@ tokens cannot change it.
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
@@ -251,7 +251,7 @@ class SpecialText:
         with _at_depth("a message"):
             return [self._message(message) for message in messages]
 
-    def hide_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def hide_tools(self, tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return descriptions of tools in which no text looks like a marker; raises DataError."""
         with _at_depth("the description of a tool"):
             return [self._hidden(dict(tool), self._all) for tool in tools]

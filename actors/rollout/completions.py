@@ -16,7 +16,7 @@ import numpy as np
 from ...broker.client.parts import Tell
 from ...schemas.generation import Decoding, Delta, TextRequest
 from ...schemas.infer import ChatRequest, CompletionRequest, InferPart, PromptScore
-from ...schemas.model_apis.canonical import THINK, pictures_of
+from ...schemas.model_apis.canonical import THINK, canonical_history, pictures_of
 from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation, OnToken, PromptScores, Sampling
@@ -24,7 +24,7 @@ from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
 from .agent_loop import EpisodeSampling
 from .choices import PART_VALUES, DeltaWriter, GrowingChoice, in_messages, sampling_of
-from .template_facts import HistoryRenderer, facts_of
+from .template_facts import HistoryRenderer
 
 # -- log-probs of prompts --------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Answers:
         """Return the prompt of a conversation, rendered as in an episode."""
         chat = self._chat.at(time.time())
         options, thinks, lost = _options(request, chat.template_options)
-        history = facts_of(self._chat).shaped(request.messages)
+        history = canonical_history(request.messages)
         ids = HistoryRenderer(chat.with_options(options)).whole(history, request.tools).tolist()
         images, opened = tuple(pictures_of(history)), chat.opened(ids)
         if thinks is False and opened.startswith(THINK):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ...envs.agents.call_selection import digest_of
-from ...schemas.model_apis.canonical import THINK, ModelMessage, pictures_of
+from ...schemas.model_apis.canonical import THINK, ModelMessage, canonical_history, pictures_of
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
 from .call_tree import CallPrompt, CallTree, ModelCall
-from .template_facts import HistoryRenderer, Tools, facts_of
+from .template_facts import HistoryRenderer, Tools
 
 _NAME = re.compile(r"c([0-9]{5,9})")
 
@@ -29,7 +29,6 @@ class ExactCalls:
         """
         self.tree = CallTree()
         self._keeps_reasoning = keeps_reasoning
-        self._facts = facts_of(chat)
         self._chat = chat
         self._renderer = HistoryRenderer(chat)
         self._num_requests = 0
@@ -48,7 +47,7 @@ class ExactCalls:
         the beginning of the answer. Raises ModelError if the template does not accept the history.
         """
         before = previous.path_messages if previous is not None else []
-        history = [*before, *self._facts.shaped(messages)]
+        history = [*before, *canonical_history(messages)]
         prefill = history.pop().text if is_prefill else ""
         context = digest_of(tools)
         prompt = self.tree.attach(history, context)

@@ -1,4 +1,4 @@
-"""Shapes and renders conversations for a model's chat template, and finds its features.
+"""Renders conversations for a model's chat template, and finds its features.
 
 Generated text is never rendered again. To find the text between the end of a turn and the next one,
 a short stand-in conversation with the *shape* of the turn is rendered: the same calls with their
@@ -26,14 +26,20 @@ from ...schemas.model_apis.canonical import (
     THOUGHT,
     CanonicalCall,
     ModelMessage,
-    canonical_history,
     parse_reply,
     pictures_of,
 )
-from ...schemas.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
+from ...schemas.tool_calls import (
+    FORMATS,
+    UNTYPED,
+    CallFormat,
+    certain_length,
+    in_hermes_form,
+)
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ..policy.chat import ChatTokenizer
+from ..policy.system_form import SystemForm
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -176,17 +182,14 @@ _TOOLS: Tools = (
 _NAME = re.compile(r"[\w.\-/:]+")
 _WORD = re.compile(r"[^\W_]+")
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")
-_REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
     """The features of a chat template, found by rendering."""
 
-    takes_system: bool
-    """It accepts a system message."""
-    takes_systems: bool
-    """It accepts several system messages, also in the middle of a history."""
+    system: SystemForm
+    """The system messages that it shows."""
     takes_tools: bool
     """It accepts tools, calls and their results."""
     takes_parallel_calls: bool
@@ -200,9 +203,9 @@ class TemplateFacts:
 
     def limitations(self) -> Iterator[str]:
         """Yield the limitations for programs."""
-        if not self.takes_system:
-            yield "system messages are shown as words of the user"
-        elif not self.takes_systems:
+        if self.system.refusal:
+            yield f"requests with a system message are refused: {self.system.refusal}"
+        elif not self.system.shows_all:
             yield "system messages behind the first are shown as words of the user"
         if not self.takes_tools:
             yield "requests with tools are refused: the template has no place for them"
@@ -214,28 +217,6 @@ class TemplateFacts:
             yield "a call that follows a user's words is a row of its own"
         if self.takes_tools and not self.continues_tools:
             yield "a call that follows a tool's result is a row of its own"
-
-    def shaped(self, messages: Sequence[ModelMessage]) -> list[ModelMessage]:
-        """Return messages in the form in which they are compared and rendered.
-
-        They are canonical, and system messages that the template does not accept become words of
-        the user. The result for a message is independent of later messages, so the result for a
-        growing history keeps its beginning.
-        """
-        history = canonical_history(messages)
-        if self.takes_systems:
-            return history
-        shaped: list[ModelMessage] = []
-        for message in history:
-            if message.role != "system" or (self.takes_system and not shaped):
-                shaped.append(message)
-            elif self.takes_system and len(shaped) == 1 and shaped[0].role == "system":
-                content = [*shaped[0].content, "\n\n", *message.content]
-                shaped[0] = shaped[0].replaced(content=content)
-            else:
-                reminder = _REMINDER.format(message.text)
-                shaped.append(ModelMessage(role="user", content=(reminder,)))
-        return shaped
 
 
 def facts_of(chat: ChatTokenizer) -> TemplateFacts:
@@ -255,15 +236,14 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
             return False
         return True
 
-    takes_system = takes(_SYSTEM, _USER)
+    system = chat.system_form
     called = _CALLED.replaced(calls=_CALLS[:1])
     takes_tools = takes(_USER, called, _RESULTS[0], tools=_TOOLS)
     parallel = takes_tools and takes(_USER, _CALLED, *_RESULTS, tools=_TOOLS)
     turn, results = (_CALLED, _RESULTS) if parallel else (called, _RESULTS[:1])
-    before = (_SYSTEM, _MORE, _SAID, _USER) if takes_system else (_MORE, _SAID, _USER)
+    before = (_MORE, _SAID, _USER) if system.refusal else (_SYSTEM, _MORE, _SAID, _USER)
     return TemplateFacts(
-        takes_system=takes_system,
-        takes_systems=takes(_SYSTEM, _SYSTEM, _USER, _SAID, _SYSTEM, _MORE),
+        system=system,
         takes_tools=takes_tools,
         takes_parallel_calls=parallel,
         continues_users=renderer.continues(before, _SAID, [_MORE], ()),
@@ -344,9 +324,11 @@ def read_text(
     """Return an answer in the format that replies are read in (`ReplyReader`).
 
     It is parsed by the tokenizer's `response_template`, if it has one, or else by the template's
-    known format of calls.
+    known format of calls. A format without types is always read here, by all that a schema says.
     """
     text = chat.decode(generated_ids)
+    if tools and call_format(chat) in UNTYPED:
+        return hermes_text(chat, text, tools)
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
     if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
         return hermes_text(chat, text, tools)

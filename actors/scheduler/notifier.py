@@ -30,7 +30,6 @@ from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ...schemas.wire.subjects import DEFAULT_USER
 from ..notify import NO_APPRISE, TOLD
 from .jobs.secrets import SecretStore
-from .jobs.view import last_version
 
 _SEND_S = 30.0
 _AT_ONCE = 8
@@ -254,14 +253,16 @@ class MoveEvents:
 
     async def _publish_event(self, key: str, record: JobRecord) -> None:
         try:
-            version = record.version
             async with asyncio.timeout(_TELL_S):
                 await self._jobs.publish_events(record)
-                stored = None
-                if is_final(record):
-                    stored = await settle_job_streams(self._broker, record.scope)
-                    version = await last_version(self._broker, record)
-                await self._jobs.mark_published(record, version, stored)
+                if not is_final(record):
+                    await self._jobs.mark_published(record)
+                    return
+                stored = await settle_job_streams(self._broker, record.scope)
+                values = dict[str, float]()
+                with contextlib.suppress(NotFoundError, TimeoutError):  # lists read them again
+                    values = await recent_values(self._broker, record.scope)
+                await self._jobs.mark_published(record, values, stored)
         except NotFoundError as error:
             await self._give_up(record, error)
         except _LATER as error:  # next turn

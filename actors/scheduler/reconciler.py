@@ -270,6 +270,7 @@ class Reconciler:
 
     async def _turn(self, group: asyncio.TaskGroup) -> None:
         await self._view.refresh()
+        await self._view.mend(self._jobs)
         await self._fail_unreadable()
         await self._pool.refresh()
         self._rise_above_nodes()

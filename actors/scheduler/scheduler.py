@@ -110,7 +110,7 @@ async def _lead(
     """Answer clients and reconcile, until stopped or another scheduler takes over."""
     broker = context.broker
     view, pool = JobsView(broker), Nodes(broker, timing)
-    jobs = JobStore(broker, wrote=view.enter)
+    jobs = JobStore(broker, wrote=view.enter, missed=view.relist)
     secrets = SecretStore(broker, view)
     notifier = Notifier(broker, secrets)
     remover = Remover(broker, jobs, view, pool, keeping)

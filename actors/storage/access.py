@@ -12,7 +12,7 @@ job reads and writes.
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -248,6 +248,20 @@ def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
     for lead in leads(config, more):
         if _is_linked(lead) and is_of_another(lead.path, own_folders(record), roots):
             raise foreign_run_error(str(lead))
+
+
+def refuse_files_of_others(record: JobRecord) -> Callable[[Path], None] | None:
+    """Return a function that raises ConfigError for a real path in another user's run.
+
+    None for a job that may read all.
+    """
+    own, roots = own_folders(record), [Path(root) for root in record.output_roots]
+
+    def may_read(path: Path) -> None:
+        if is_of_another(path, own, roots):
+            raise foreign_run_error(f"{path}, a file of a model or dataset of this job,")
+
+    return may_read if roots else None
 
 
 def named_by(record: JobRecord) -> dict[str, str]:

@@ -17,17 +17,18 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...broker.client.connection import Broker
-from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import is_url
 from ...schemas.job import JobRecord
 from ...schemas.model_catalogue import cache_folder, find_model
 from ...schemas.wire.errors import ModelError, StorageError
 from .files import is_state
+from .held_models import MayRead, held_models
 from .stores import Stores, UrlStore, fetch_tree
 
 BYTES_VARIABLE = "TINKERMQ_CACHE_BYTES"
@@ -160,17 +161,26 @@ _fetched: dict[str, str] = {}
 
 
 async def fetch_models(
-    broker: Broker, config: JobConfig, record: JobRecord, role: str
+    broker: Broker,
+    config: JobConfig,
+    record: JobRecord,
+    role: str,
+    may_read: MayRead | None = None,
 ) -> tuple[JobConfig, JobRecord]:
     """Return both with folders of this machine for URLs; only learners get learners' states.
 
-    Raises StorageError, ModelError.
+    With `may_read` the files of models are opened now, and libraries read these. Raises
+    StorageError, ModelError, ConfigError.
     """
     stores = Stores(broker, record.scope)
 
     def fetch() -> tuple[JobConfig, JobRecord]:
         here = with_checkpoints_here(record, stores, weights_only=role not in ("learner", "rank"))
-        return with_models_here(config, stores), here
+        local = with_models_here(config, stores)
+        if may_read is not None:
+            hold = partial(held_models.hold, may_read=may_read)
+            local = _with_paths(local, hold, hold)
+        return local, here
 
     return await asyncio.to_thread(fetch)
 
@@ -180,11 +190,20 @@ def with_models_here(config: JobConfig, stores: Stores) -> JobConfig:
 
     Raises StorageError, ModelError for a URL without files.
     """
+    teachers = partial(_local, stores=stores, weights_only=True)
+    return _with_paths(config, partial(_local, stores=stores), teachers)
+
+
+def _with_paths(
+    config: JobConfig, local: Callable[[str], str], teachers: Callable[[str], str]
+) -> JobConfig:
+    algorithm = config.algorithm
+    named = {*algorithm.loaded_teachers.values(), algorithm.reference.path or ""}
     changes: dict[str, Any] = {
-        "model": _with_local(stores, config.model, "path", "tokenizer"),
-        "critic": _with_local(stores, config.critic, "path"),
-        "algorithm": _with_teachers(config.algorithm, stores),
-        "policies": {role: _local(path, stores) for role, path in config.policies.items()},
+        "model": _with_local(config.model, local, "path", "tokenizer"),
+        "critic": _with_local(config.critic, local, "path"),
+        "algorithm": algorithm.renamed({path: teachers(path) for path in named if path}),
+        "policies": {role: local(path) for role, path in config.policies.items()},
     }
     return config.model_copy(update=changes)
 
@@ -204,14 +223,9 @@ def with_checkpoints_here(
     return record.model_copy(update=changes)
 
 
-def _with_teachers(algorithm: AlgorithmConfig, stores: Stores) -> AlgorithmConfig:
-    named = {*algorithm.loaded_teachers.values(), algorithm.reference.path or ""}
-    return algorithm.renamed({path: _local(path, stores, True) for path in named if path})
-
-
-def _with_local(stores: Stores, section: Any, *keys: str) -> Any:
+def _with_local(section: Any, local: Callable[[str], str], *keys: str) -> Any:
     named = {key: value for key in keys if (value := getattr(section, key))}
-    changes = {key: _local(value, stores) for key, value in named.items()}
+    changes = {key: local(value) for key, value in named.items()}
     return section.model_copy(update=changes) if changes != named else section
 
 
@@ -255,5 +269,5 @@ def base_here(adapter: str, base: str) -> str:
     would be used. Raises StorageError, ModelError.
     """
     if not is_url(base) or adapter not in _fetched:
-        return base
+        return held_models.shown(base)
     return next((here for here, url in _fetched.items() if url == base), None) or fetch_model(base)

@@ -13,13 +13,13 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ...schemas.config.sections import ADAPTER_CONFIG, BROKER, is_url
 from ...schemas.job import JobRecord
+from ...schemas.local.folder import temporary_folder
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from .files import TABLE, is_state
@@ -233,8 +233,8 @@ def _keep_in_broker(url: str, target: str, stores: Stores, weights_only: bool) -
     files = [file for file in source.objects() if not (weights_only and is_state(file.name))]
     copy.make_room(sum(file.num_bytes for file in files))
     copy.delete([file.name for file in copy.objects()])  # of an interrupted submission
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder) / "part"
+    with temporary_folder("copy") as folder:
+        here = folder / "part"
         for file in files:
             source.fetch(file.name, file.num_bytes, here)
             copy.put(file.name, here)

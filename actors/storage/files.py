@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 from ...schemas.local.disk import FREE_SPACE, remedy
 from ...schemas.local.folder import Folder, is_inside
 from ...schemas.wire.errors import StorageError, StoreAwayError
+from .held_models import held_models
 
 TABLE = "SHA256SUMS"
 _LEFT_OUT = "learner"
@@ -74,7 +75,7 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
             present = list(threads.map(partial(_digest_there, opened), expected))
     for (name, digest), there in zip(expected.items(), present, strict=True):
         if there is None:
-            raise _damaged(folder, name, "is missing")
+            raise _absent(folder, name)
         if there[0] != digest:
             raise _damaged(folder, name, f"differs from what was written ({there[1]:,} bytes)")
     _verified[folder] = stamp
@@ -119,10 +120,10 @@ def is_state(name: str) -> bool:
 def read_file(folder: Path, name: str) -> bytes:
     """Return the bytes of a small file of a checkpoint; raises as `check_digests`."""
     try:
-        with _opened(folder) as opened:
-            return opened.read(name, _MAX_SMALL_BYTES)
+        with _opened(folder) as opened, _file_of(opened, name, _MAX_SMALL_BYTES) as file:
+            return file.read(_MAX_SMALL_BYTES)
     except _GONE as error:
-        raise _damaged(folder, name, "is missing") from error
+        raise _absent(folder, name) from error
     except OSError as error:
         raise _unreadable(folder / name, error) from error
 
@@ -135,14 +136,32 @@ def _opened(folder: Path) -> Folder:
 def _digest_there(folder: Folder, name: str) -> tuple[str, int] | None:
     """Return digest and size of a regular file in a folder; None without one."""
     try:
-        with folder.open(name) as file:
+        with _file_of(folder, name) as file:
             return _digest(file), file.tell()
     except (*_GONE, StorageError):
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link
-            return None
         raise _unreadable(folder.path / name, error) from error
+
+
+def _file_of(folder: Folder, name: str, max_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file of a folder; in Hugging Face's cache through the links of its snapshots.
+
+    These lead to `blobs` beside `snapshots`, and no others are followed. Raises as `Folder.open`,
+    and NotADirectoryError for other links.
+    """
+    try:
+        return folder.open(name, max_bytes=max_bytes)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        if held_models.has(folder.path):
+            return (folder.path / name).open("rb")
+        snapshots, blob = folder.path.parent, Path(os.path.realpath(folder.path / name))
+        if snapshots.name != "snapshots" or blob.parent != snapshots.with_name("blobs"):
+            raise NotADirectoryError(error.errno, error.strerror, name) from error
+    with Folder(blob.parent) as blobs:
+        return blobs.open(blob.name, max_bytes=max_bytes)
 
 
 def digest_of(path: Path) -> str:
@@ -164,6 +183,17 @@ def _unreadable(path: Path, error: OSError) -> StoreAwayError:
         f"{path} cannot be read: {error.strerror}",
         hint="check its disk and its permissions; if that does not help, move its folder away",
     )
+
+
+def _absent(folder: Path, name: str) -> StorageError:
+    """Return the error for a file that is missing, or is not read because it is a link."""
+    for part in reversed([Path(name), *Path(name).parents[:-1]]):
+        if (folder / part).is_symlink():
+            raise StorageError(
+                f"checkpoint {folder} cannot be used: {part} is a link, which is not followed",
+                hint=f"copy what it leads to in its place: cp -rL {part}",
+            )
+    return _damaged(folder, name, "is missing")
 
 
 def _damaged(folder: Path, name: str, how: str) -> StorageError:

@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -29,7 +28,7 @@ from ...broker.jetstream import streams
 from ...broker.jetstream.objects import ObjectInfo, ObjectStore
 from ...schemas.config.job import LimitsConfig
 from ...schemas.config.sections import BROKER
-from ...schemas.local.folder import is_inside
+from ...schemas.local.folder import is_inside, temporary_folder
 from ...schemas.wire.errors import BrokerError, NotFoundError, StorageError, StoreAwayError
 from ...schemas.wire.subjects import JobScope
 from .files import TABLE, digest_of, flush, is_state, read_table, storage_error
@@ -143,8 +142,8 @@ class UrlStore:
         if source.num_bytes <= most_bytes:
             self._try(f"copy {source.name}", lambda: obstore.copy(self._store, source.name, target))
             return
-        with tempfile.TemporaryDirectory() as folder:
-            here = Path(folder) / "part"
+        with temporary_folder("copy") as folder:
+            here = folder / "part"
             self.fetch(source.name, source.num_bytes, here)
             self.put(target, here)
 

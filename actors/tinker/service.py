@@ -32,6 +32,7 @@ from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..policy.model_folder import load_model_config
 from ..runtime import JobContext, settle_memory
+from ..storage.held_models import held_models
 from ..storage.tinker_checkpoints import TINKER_FOLDER
 from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
@@ -361,7 +362,8 @@ def _base_info(config: JobConfig) -> ModelInfo:
     folder = config.model.path
     read = load_model_config(folder, trust_remote_code=config.model.trust_remote_code)
     arch = str(cast(Any, read).get_text_config().model_type)
-    return ModelInfo(model="-", base=config.tinker.base, folder=folder, arch=arch, rank=1)
+    base = config.tinker.base
+    return ModelInfo(model="-", base=base, folder=held_models.named(folder), arch=arch, rank=1)
 
 
 def _open_trainer(config: JobConfig) -> AdapterTrainer:

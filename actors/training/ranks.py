@@ -195,7 +195,7 @@ def _own_place(blind: bool, folder: Path) -> Iterator[Path]:
     if not blind:
         yield folder
         return
-    place = process_folder("tinkermq-rank")
+    place = process_folder("rank")
     try:
         yield place
     finally:

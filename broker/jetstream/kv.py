@@ -94,6 +94,11 @@ class Bucket(Generic[M]):
         except DamagedEntry:
             return None
 
+    async def was_deleted(self, key: str) -> bool:
+        """Return whether a key was deleted: its marker is there, and not merely no value."""
+        newest = await self._last(key)
+        return newest is not None and _is_deleted(newest)
+
     async def put(self, key: str, value: M) -> int:
         """Write a key, whatever its present value; return the revision."""
         return await self._swap(key, value.to_bytes(), None)
@@ -369,6 +374,11 @@ class Mirror(Generic[M]):
         self.entries: dict[str, Entry[M]] = {}
         self.damaged: dict[str, DamagedEntry] = {}
         """Damaged entries by key; such a key keeps its previous entry."""
+        self.lost: dict[str, Entry[M]] = {}
+        """Entries that are gone without having been deleted, or of which the last list had an older
+        one."""
+        self.num_lists = 0
+        """How often all keys were listed."""
         self._broker = broker
         self._stale: set[str] = set()
         self._listed = float("-inf")
@@ -386,11 +396,15 @@ class Mirror(Generic[M]):
             on_change()
 
         def reconnected() -> None:
-            self._listed = float("-inf")
+            self.relist()
             on_change()
 
         self._listening = await self._broker.listen(f"{bucket}{below}>", heard)
         self._closers.append(self._broker.on_reconnect(reconnected))
+
+    def relist(self) -> None:
+        """List all keys at the next refresh."""
+        self._listed = float("-inf")
 
     async def close(self) -> None:
         """Stop listening."""
@@ -426,8 +440,10 @@ class Mirror(Generic[M]):
             with contextlib.suppress(NotFoundError):
                 entries, damaged = await self.bucket.read_all(self._prefix)
                 self.damaged = {error.key: error for error in damaged}
+                self.lost, self.num_lists = {}, self.num_lists + 1
                 for key in set(before) - {entry.key for entry in entries} - set(self.damaged):
-                    del self.entries[key]
+                    if (entry := self.entries.pop(key, None)) is not None:
+                        self.lost[key] = entry
                 for entry in entries:
                     self._relist(entry, before.get(entry.key))
             return set(before) | set(self.entries)
@@ -443,6 +459,8 @@ class Mirror(Generic[M]):
         """
         unchanged = self.entries.get(entry.key) is before
         if unchanged and not self._broker.replication.reads_leader:
+            if before is not None and before.revision > entry.revision:
+                self.lost[entry.key] = before
             self.entries[entry.key] = entry
         else:
             self.put(entry)
@@ -456,7 +474,10 @@ class Mirror(Generic[M]):
         except NotFoundError:
             return
         self.damaged.pop(key, None)
-        if entry is None:
-            self.entries.pop(key, None)
-        else:
+        if entry is not None:
             self.put(entry)
+            return
+        was_deleted = await self.bucket.was_deleted(key)
+        known = self.entries.pop(key, None)
+        if known is not None and not was_deleted:
+            self.lost[key] = known

@@ -19,6 +19,7 @@ from ...schemas.wire.codec import MAX_MESSAGE_BYTES
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_ARCHIVE,
+    BUCKET_COPIES,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
@@ -253,6 +254,7 @@ def _shared_buckets() -> list[StreamConfig]:
     buckets = (
         (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_ARCHIVE, "Records of archived jobs, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
+        (BUCKET_COPIES, "Copies of job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_NODES, "Nodes of the pool and their slots", 0, MAX_MESSAGE_BYTES),
         (BUCKET_ACTORS, "Heartbeats of actors that are there", PRESENCE_TTL_S, PRESENCE_BYTES),
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0, EVALUATION_BYTES),
@@ -298,7 +300,8 @@ async def mend_shared(broker: Broker) -> list[str]:
 async def _refuse_without_records(broker: Broker) -> None:
     """Raise StateError if jobs have streams but the bucket of their records is gone.
 
-    With an empty bucket instead, all nodes would stop all actors.
+    With an empty bucket instead, all nodes would stop all actors. Without streams of jobs the pool
+    begins anew, also without copies of records.
     """
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
@@ -311,6 +314,7 @@ async def _refuse_without_records(broker: Broker) -> None:
                 hint="restore a back-up (`tinkermq restore`); to begin anew without these jobs, "
                 "remove their streams (`nats stream rm`)",
             ) from None
+        await delete_stream(broker, f"KV_{BUCKET_COPIES}")
 
 
 async def wait_for_shared(broker: Broker, deadline_s: float) -> None:

@@ -23,6 +23,7 @@ from ...broker.presence import list_presences
 from ...envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
 from ...envs.sandbox.served import SHORT_FOLDER, listen_at
 from ...schemas.checks import CheckResult
+from ...schemas.local.folder import temporary_folder
 from ...schemas.machines import MachineList, MachineStatus
 from ...schemas.metric import LOST_STEPS, Presence
 from ...schemas.node import CLOCK_BOUND_S, NodeStatus, differences
@@ -257,8 +258,8 @@ def _temporary() -> CheckResult:
     chosen = os.environ.get("TMPDIR", "")
     try:
         folder = tempfile.gettempdir()
-        with tempfile.TemporaryDirectory(prefix="tinkermq-") as place:
-            listen_at(Path(place, "socket")).close()
+        with temporary_folder("doctor") as place:
+            listen_at(place / "socket").close()
     except OSError as error:
         return finding("temporary folder", False, str(error), SHORT_FOLDER)
     if chosen and folder != os.path.abspath(chosen):  # noqa: PTH100 - as tempfile does

@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ...envs.running.local import LocalEpisode, LocalGame
 from ...schemas.checks import CheckResult
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.config.load_config import load_config, read_overrides
+from ...schemas.local.folder import temporary_folder
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import blaming
 from ...schemas.wire.images import plain_text
@@ -69,7 +69,7 @@ def open_game(
         return
     kwargs = read_overrides(arguments, None)
     env = EnvConfig(game=game, kwargs=kwargs, train_data=list(train_data), val_data=list(val_data))
-    with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
+    with temporary_folder("data") as folder:
         yield ChosenGame(_with_data(env, folder))
 
 
@@ -91,7 +91,7 @@ def _from_yaml(path: str, overrides: Sequence[str]) -> ChosenGame:
     return ChosenGame(job.env, job.seed, job)
 
 
-def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
+def _with_data(env: EnvConfig, folder: Path) -> EnvConfig:
     if env.train_data:
         return env
     try:
@@ -99,7 +99,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
     except GameError:
         return env  # the game generates its states, or the check reports why it cannot be imported
     with blaming(lambda error: game_failure(env.game, "make_data", error)):
-        train, val = make_data(folder, num_train=64, num_val=16)
+        train, val = make_data(str(folder), num_train=64, num_val=16)
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
 
 

@@ -4,7 +4,6 @@ Imports that only one command needs are in its function: `ps` is used often and 
 """
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ...broker.feed import recent_values, run_row
+from ...broker.feed import list_values, run_row
 from ...broker.presence import list_presences
 from ...schemas.job import FINAL_STATES, JobRecord, held_slots, slot_seconds
 from ...schemas.metric import LOST_STEPS, Presence
-from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, TinkermqError
+from ...schemas.wire.errors import BrokerError, ConfigError, TinkermqError
 from ..follow import RunProgress
 from ..pool import Pool
 from ..validation import did_you_mean
@@ -167,8 +166,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
     values: dict[str, float] = {}
     actors: list[Presence] = []
     if record.user == pool.broker.user:
-        with contextlib.suppress(NotFoundError):  # its streams were removed
-            values = await recent_values(pool.broker, record.scope)
+        values = await list_values(pool.broker, record)
         if record.state not in FINAL_STATES:
             actors = [actor.value for actor in await list_presences(pool.broker, record.scope.key)]
     learner = next((actor for actor in actors if actor.role == "learner"), None)

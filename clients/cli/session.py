@@ -69,10 +69,8 @@ def positive(_: Any, value: float) -> None:
 
 def with_private_broker(work: Callable[[Broker], Awaitable[T]]) -> T:
     """Start a broker in a temporary folder, run `work` with it, and stop it."""
-    import tempfile
-    from pathlib import Path
-
     from ...broker.nats_server import NatsServer
+    from ...schemas.local.folder import temporary_folder
 
     quiet_logs()
 
@@ -82,7 +80,7 @@ def with_private_broker(work: Callable[[Broker], Awaitable[T]]) -> T:
 
     with (
         unwrap_error_groups(),
-        tempfile.TemporaryDirectory(prefix="tinkermq-trial-") as folder,
-        NatsServer(Path(folder)) as server,
+        temporary_folder("trial") as folder,
+        NatsServer(folder) as server,
     ):
         return asyncio.run(body(server.url))

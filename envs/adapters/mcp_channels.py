@@ -1,9 +1,10 @@
-"""Channels to MCP servers: a program's standard input and output, and streamable HTTP.
+"""Channels to MCP servers: what they share, and a program's standard input and output.
 
 A channel carries the messages of JSON-RPC and bounds them: a message to `MAX_MESSAGE_BYTES`,
-everything before an answer to `_MAX_BYTES`. The caller sets time limits. Each program runs in a
-sandbox, and a limited number starts at a time. A server's requests to its client (sampling,
-elicitation, roots) are refused, and notifications are ignored.
+everything before an answer to `_MAX_BYTES`. The caller sets time limits. An answer that belongs to
+no request, and a message that cannot be read, end the session at once. A server's requests to its
+client (sampling, elicitation, roots) are refused, and notifications are ignored. Each program runs
+in a sandbox, and a limited number starts at a time.
 """
 
 import asyncio
@@ -12,21 +13,17 @@ import json
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from http.cookiejar import DefaultCookiePolicy
 from typing import Any, Literal, Protocol, cast
-from urllib.parse import urlsplit
 
-import httpx
 from pydantic import Field
 
 from ...schemas.config.agent import McpServer
 from ...schemas.config.sections import when
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import ConfigError, GameError
+from ...schemas.wire.errors import ConfigError, GameError, MessageError
 from ...schemas.wire.foreign import clean_text, shown
-from .. import user_http
 from ..sandbox.piped import PipedProgram, PipedSettings
 from ..sandbox.served import start_piped
 
@@ -38,14 +35,10 @@ _MAX_TAIL_BYTES = 2048
 _CHUNK = 64 << 10
 _PAUSE_S = 0.02
 _END_S = 0.5
-_FINISH_S = 0.05
-_CONNECT_S = 10.0
 _MAX_STARTS = 4
 _METHOD_NOT_FOUND = -32601
+_CONTENT = frozenset({"method", "result", "error"})
 _ID = re.compile(rb'"id"\s*:\s*(\d{1,18})\s*[,}]')
-_SESSION_ID = re.compile(r"[\x21-\x7e]{1,1024}")
-_NEEDS_KEY = frozenset({401, 403})
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 _starters = ThreadPoolExecutor(_MAX_STARTS, thread_name_prefix="mcp-start")
 _enders = ThreadPoolExecutor(2, thread_name_prefix="mcp-end")
@@ -142,15 +135,63 @@ def rpc_message(method: str, params: Mapping[str, Any] | None = None) -> dict[st
     return message if params is None else {**message, "params": dict(params)}
 
 
-def _parsed(data: bytes | bytearray) -> Any:
-    """Return the value of a JSON message; None if it is not JSON."""
+def refused(error: Any, name: str) -> CallRefused:
+    """Return the exception for the error of an answer."""
+    text = shown(error)
+    if isinstance(error, dict):
+        message = cast("dict[str, Any]", error).get("message")
+        text = printable(message) if isinstance(message, str) else text
+    return CallRefused(f"error: {text}", hint=f"of {name}")
+
+
+def read_messages(data: bytes | bytearray, name: str) -> list[dict[str, Any]]:
+    """Return the messages of JSON-RPC in a line, an event or a body; a batch has several.
+
+    What is not a message, such as a line that a program prints, is left out. McpServerError for a
+    message that cannot be read.
+    """
     try:
-        return read_json(bytes(data))
-    except ValueError:
+        parsed = read_json(bytes(data))
+    except MessageError as error:
+        if b'"jsonrpc"' not in data:
+            return []
+        raise McpServerError(
+            f"{name} sent a message that cannot be read: {error.message}",
+            hint="its messages must be JSON-RPC as MCP defines it",
+        ) from error
+    batch = cast("list[Any]", parsed) if isinstance(parsed, list) else [parsed]
+    return [cast("dict[str, Any]", message) for message in batch if _is_message(message)]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and (
+        "jsonrpc" in value or ("id" in value and not value.keys().isdisjoint(_CONTENT))
+    )
+
+
+def answered(message: Mapping[str, Any], last: int, name: str) -> int | None:
+    """Return the id of the request that a message answers; None for an error without an id.
+
+    Some servers answer 1 with "1" or 1.0, and official clients accept that. `last` is the highest
+    id sent so far. McpServerError for an id that no request has, and a result without one.
+    """
+    number: Any = message.get("id")
+    if isinstance(number, str) and re.fullmatch("[0-9]{1,18}", number):
+        number = int(number)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if number is None and message.get("error") is not None:
         return None
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= last:
+        raise McpServerError(
+            f"{name} sent an answer with the id {shown(message.get('id'))}, which no request has: "
+            f"{shown(dict(message))}",
+            hint="an answer must have the id of its request, a number",
+        )
+    return number
 
 
-def _answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a server's request: only a ping is served."""
     answer: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
     if request.get("method") == "ping":
@@ -159,7 +200,7 @@ def _answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
     return {**answer, "error": error}
 
 
-class _Budget:
+class Budget:
     """Bytes that a server may still send before an answer."""
 
     def __init__(self, name: str) -> None:
@@ -178,15 +219,18 @@ class _Budget:
             )
 
 
-def _too_long(name: str) -> CallRefused:
+def too_long(name: str) -> CallRefused:
+    """Return the exception for an answer over MAX_MESSAGE_BYTES."""
     return CallRefused(f"error: the answer is longer than {MAX_MESSAGE_BYTES:,} bytes", hint=name)
 
 
 farewells: set["asyncio.Task[None]"] = set()
-"""Interface to end sessions."""
+"""Tasks that end sessions, programs and replies."""
 
 
-def _begin_farewell(task: "asyncio.Task[None]") -> None:
+def begin_farewell(ending: Coroutine[Any, Any, None]) -> None:
+    """Run what ends a session, a program or a reply, in a task of this event loop."""
+    task = asyncio.get_running_loop().create_task(ending)
     farewells.add(task)
     task.add_done_callback(farewells.discard)
 
@@ -202,9 +246,10 @@ class StdioChannel(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._last_id = 0
         self._line = bytearray()
         self._is_long = False
-        self._budget = _Budget(self._name)
+        self._budget = Budget(self._name)
         self._noise = ""
         self._error: McpServerError | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -243,7 +288,8 @@ class StdioChannel(asyncio.Protocol):
         if self._error is not None:
             raise self._error
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._waiting[message["id"]] = future
+        self._last_id = message["id"]
+        self._waiting[self._last_id] = future
         try:
             self._write(message)
             return await future
@@ -296,30 +342,35 @@ class StdioChannel(asyncio.Protocol):
             return
         self._is_long = False
         match = _ID.search(line)
-        number = int(match[1]) if match else next(iter(self._waiting), 0)
-        self._settle(number, _too_long(self._name))
+        self._settle(int(match[1]) if match else None, too_long(self._name))
 
     def _take_message(self, line: bytearray) -> None:
-        message = _parsed(line)
-        if not isinstance(message, dict):
-            if line.strip():
-                self._budget.take(messages=1)
-                self._noise = line[:200].decode(errors="replace")
-            return
-        fields = cast("dict[str, Any]", message)
-        if "method" not in fields:
-            self._settle(fields.get("id"), fields)
-            return
-        self._budget.take(messages=1)
-        if "id" in fields:
-            self._write(_answer_to(fields))
+        messages = read_messages(line, self._name)
+        if not messages and line.strip():
+            self._budget.take(messages=1)
+            self._noise = line[:200].decode(errors="replace")
+        for message in messages:
+            if "method" not in message:
+                self._settle(answered(message, self._last_id, self._name), message)
+                continue
+            self._budget.take(messages=1)
+            if "id" in message:
+                self._write(answer_to(message))
 
-    def _settle(self, number: Any, answer: "dict[str, Any] | CallRefused") -> None:
-        future = self._waiting.pop(number, None) if isinstance(number, int) else None
+    def _settle(self, number: int | None, answer: "dict[str, Any] | CallRefused") -> None:
+        """Give an answer to its request; None: the only one that waits."""
+        if number is None and len(self._waiting) > 1:
+            raise McpServerError(
+                f"{self._name} sent an answer without an id, and {len(self._waiting)} requests "
+                f"wait: {shown(answer)}",
+                hint="an answer must have the id of its request",
+            )
+        number = next(iter(self._waiting), 0) if number is None else number
+        future = self._waiting.pop(number, None)
         if future is None or future.done():
             self._budget.take(messages=1)
             return
-        self._budget = _Budget(self._name)
+        self._budget = Budget(self._name)
         if isinstance(answer, CallRefused):
             future.set_exception(answer)
         else:
@@ -335,7 +386,7 @@ class StdioChannel(asyncio.Protocol):
         self._error = error or McpServerError(f"{self._name} has ended")
         if self._transport is not None:
             self._transport.abort()
-        _begin_farewell(self._loop.create_task(self._end(error, grace_s)))
+        begin_farewell(self._end(error, grace_s))
 
     async def _end(self, error: McpServerError | None, grace_s: float) -> None:
         """End the program; fail waiting requests with the reason, once it is known."""
@@ -421,223 +472,8 @@ class _Printed:
             self._loop.add_reader(self._file, self._read)
 
 
-# -- streamable HTTP -------------------------------------------------------------------------------
-
-
-class HttpChannel:
-    """One session over HTTP: each request is a POST, answered with JSON or a stream of events."""
-
-    def __init__(self, server: GameServer, client: httpx.AsyncClient) -> None:
-        """Raises ConfigError for a key that is not set."""
-        self._name = who(server)
-        self._server = server
-        self._client = client
-        self._url = server.url
-        self._loop = asyncio.get_running_loop()
-        self._headers = {
-            **_headers(server),
-            "Accept": "application/json, text/event-stream",
-            "Accept-Encoding": "identity",
-            "Content-Type": "application/json",
-        }
-        self._is_open = True
-        self._ends_streams = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests can be sent."""
-        return self._is_open
-
-    def use_protocol(self, version: str) -> None:
-        """Send the version with each request from now on."""
-        self._headers["MCP-Protocol-Version"] = version
-
-    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer's message; McpServerError, CallRefused."""
-        with self._blaming():
-            async with self._posted(message) as reply:
-                self._keep_session(message, reply)
-                kind = reply.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-                if kind == "application/json":
-                    return self._checked(_parsed(await self._body(reply)), message)
-                if kind == "text/event-stream":
-                    return await self._awaited(reply, message)
-                raise McpServerError(
-                    f"{self._name} answered {shown(kind)} to {message['method']}",
-                    hint="url must be the endpoint of MCP over streamable HTTP, often /mcp",
-                )
-
-    async def notify(self, message: dict[str, Any]) -> None:
-        """Send a notification, or the answer to a request of the server."""
-        with self._blaming():
-            async with self._posted(message) as reply:
-                await self._body(reply)
-
-    def close(self) -> None:
-        """End the session, and report this to a server that has named one."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        if "Mcp-Session-Id" in self._headers:
-            _begin_farewell(self._loop.create_task(self._delete()))
-
-    async def _delete(self) -> None:
-        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-            async with asyncio.timeout(_CONNECT_S):
-                await self._client.delete(self._url, headers=self._headers)
-
-    @contextlib.asynccontextmanager
-    async def _posted(self, message: dict[str, Any]) -> AsyncIterator[httpx.Response]:
-        """Post a message; a redirect within the server's origin is followed once."""
-        if not self._is_open:
-            raise McpServerError(f"the session with {self._name} is closed")
-        body = json.dumps(message).encode()
-        for is_last in (False, True):
-            request = self._client.stream("POST", self._url, content=body, headers=self._headers)
-            async with request as reply:
-                if not is_last and self._moved(reply):
-                    continue
-                await self._check(reply)
-                yield reply
-                return
-
-    def _moved(self, reply: httpx.Response) -> bool:
-        """Follow a redirect within the same origin."""
-        if reply.status_code not in (307, 308):
-            return False
-        target = str(reply.url.join(reply.headers.get("Location", "")))
-        if _origin(target) != _origin(self._url):
-            return False
-        self._url = target
-        return True
-
-    async def _check(self, reply: httpx.Response) -> None:
-        status = reply.status_code
-        if status < 300:
-            if reply.headers.get("Content-Encoding", "identity") != "identity":
-                raise McpServerError(f"{self._name} compresses, though asked not to")
-            return
-        if status in _REDIRECTS:
-            raise McpServerError(
-                f"{self._name} redirects to {shown(reply.headers.get('Location', ''))}",
-                hint="redirects to other places are not followed: give the url itself",
-            )
-        if status in _NEEDS_KEY:
-            raise McpServerError(
-                f"{self._name} refused with status {status}: it needs a key, or another one",
-                hint="key_variable of the server names the variable with it, or set its headers",
-            )
-        body = printable(user_http.shown_body((await self._body(reply)).decode(errors="replace")))
-        raise McpServerError(
-            f"{self._name} answered with status {status}: {body}",
-            hint="see its url, which is often /mcp, and its log",
-        )
-
-    def _keep_session(self, message: Mapping[str, Any], reply: httpx.Response) -> None:
-        session = reply.headers.get("Mcp-Session-Id")
-        if message["method"] != "initialize" or session is None:
-            return
-        if not _SESSION_ID.fullmatch(session):
-            raise McpServerError(f"{self._name} named its session {shown(session)}", hint="see it")
-        self._headers["Mcp-Session-Id"] = session
-
-    async def _body(self, reply: httpx.Response) -> bytes:
-        body = bytearray()
-        async for chunk in reply.aiter_raw():
-            body += chunk
-            if len(body) > MAX_MESSAGE_BYTES:
-                raise _too_long(self._name)
-        return bytes(body)
-
-    async def _awaited(self, reply: httpx.Response, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer among the events of a stream."""
-        budget = _Budget(self._name)
-        async with contextlib.aclosing(self._events(reply, budget)) as events:
-            async for data in events:
-                parsed = _parsed(data)
-                budget.take(messages=1)
-                if not isinstance(parsed, dict):
-                    continue
-                fields = cast("dict[str, Any]", parsed)
-                if "method" not in fields and fields.get("id") == message["id"]:
-                    await self._finish(events)
-                    return fields
-                if "method" in fields and "id" in fields:
-                    await self.notify(_answer_to(fields))
-        raise McpServerError(
-            f"{self._name} ended its stream without an answer to {message['method']}",
-            hint="see the server's log",
-        )
-
-    async def _finish(self, events: AsyncIterator[bytes]) -> None:
-        """Read the rest of a stream, for a limited time, so that its connection can be reused."""
-        if not self._ends_streams:
-            return
-        try:
-            async with asyncio.timeout(_FINISH_S):
-                async for _ in events:
-                    pass
-        except TimeoutError:
-            self._ends_streams = False
-
-    async def _events(self, reply: httpx.Response, budget: _Budget) -> AsyncGenerator[bytes, None]:
-        """Yield the data of each event of a stream."""
-        rest, data = bytearray(), bytearray()
-        async for chunk in reply.aiter_raw():
-            budget.take(num_bytes=len(chunk))
-            rest += chunk
-            if len(rest) + len(data) > MAX_MESSAGE_BYTES:
-                raise _too_long(self._name)
-            if b"\n" not in chunk:
-                continue
-            *lines, last = rest.replace(b"\r\n", b"\n").split(b"\n")
-            rest = bytearray(last)
-            for line in lines:
-                if line.startswith(b"data:"):
-                    data += line[5:].removeprefix(b" ") + b"\n"
-                elif not line and data:
-                    yield bytes(data)
-                    data = bytearray()
-
-    def _checked(self, parsed: Any, message: Mapping[str, Any]) -> dict[str, Any]:
-        fields = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {}
-        if not fields or fields.get("id") not in (message["id"], None):
-            raise McpServerError(
-                f"{self._name} answered {message['method']} with {shown(cast('object', parsed))}",
-                hint="its answers must be as MCP defines them",
-            )
-        return fields
-
-    @contextlib.contextmanager
-    def _blaming(self) -> Iterator[None]:
-        try:
-            yield
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise McpServerError(
-                f"{self._name} cannot be reached: {type(error).__name__}: {printable(str(error))}",
-                hint="see whether it runs, and its url",
-            ) from error
-
-
-def http_client() -> httpx.AsyncClient:
-    """Return a client for all sessions of an event loop; they share connections, not cookies."""
-    client = user_http.http_client(
-        timeout=httpx.Timeout(None, connect=_CONNECT_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-    )
-    client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-    return client
-
-
-def _headers(server: GameServer) -> dict[str, str]:
-    """Return the headers of each request; ConfigError for a key that is not set."""
-    headers = dict(server.headers)
-    if server.key_variable:
-        headers["Authorization"] = f"Bearer {_variable(server, server.key_variable)}"
-    return headers
-
-
-def _variable(server: GameServer, name: str) -> str:
+def variable(server: GameServer, name: str) -> str:
+    """Return a variable of this process for a server; ConfigError if it is not set."""
     value = os.environ.get(name)
     if not value:
         raise ConfigError(
@@ -648,13 +484,8 @@ def _variable(server: GameServer, name: str) -> str:
     return value
 
 
-def _origin(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc
-
-
 def _piped(server: GameServer) -> PipedSettings:
-    own = {name: _variable(server, name) for name in server.env_variables}
+    own = {name: variable(server, name) for name in server.env_variables}
     return PipedSettings(
         command=[server.command, *server.args],
         environment={**own, **server.env},

@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import httpx
-
 from ...schemas.wire.errors import ConfigError, SandboxError
 from ...schemas.wire.foreign import shown
 from ..running.episodes import GameHung
 from . import mcp_channels
+from .mcp_http import HttpChannel, HttpClients
 
 T = TypeVar("T")
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -59,7 +58,7 @@ class McpSession:
         client = {"name": "tinkermq", "version": "1"}
         params = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}
         try:
-            result = await self.request("initialize", params)
+            result = await self.request("initialize", params, self._server.start_timeout_s)
         except mcp_channels.CallRefused as error:
             raise mcp_channels.McpServerError(
                 f"{self._who} refused to begin: {error.message}",
@@ -123,11 +122,16 @@ class McpSession:
         result = await self.request("prompts/get", {"name": name, "arguments": arguments})
         return self._text("prompts/get", result, "messages")
 
-    async def request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of a request; CallRefused, McpServerError, GameHung."""
+    async def request(
+        self, method: str, params: Mapping[str, Any], limit_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return the result of a request; CallRefused, McpServerError, GameHung.
+
+        `limit_s` is its time limit, by default the server's `call_timeout_s`.
+        """
         self._num_requests += 1
         message = mcp_channels.rpc_message(method, params) | {"id": self._num_requests}
-        limit_s = self._server.call_timeout_s
+        limit_s = limit_s or self._server.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 answer = await self._channel.request(message)
@@ -148,7 +152,7 @@ class McpSession:
             self.close()
             raise
         if (refusal := answer.get("error")) is not None:
-            raise mcp_channels.CallRefused(f"error: {_refusal(refusal)}", hint=f"of {self._who}")
+            raise mcp_channels.refused(refusal, self._who)
         result = answer.get("result")
         if not isinstance(result, dict):
             raise self._wrong(method, answer)
@@ -190,15 +194,6 @@ class McpSession:
         return mcp_channels.who(self._server)
 
 
-def _refusal(error: Any) -> str:
-    """Return the message of a JSON-RPC error."""
-    if isinstance(error, dict):
-        fields = cast("dict[str, Any]", error)
-        message = fields.get("message")
-        return mcp_channels.printable(message) if isinstance(message, str) else shown(fields)
-    return shown(error)
-
-
 def _part_text(part: Any) -> str:
     """Return a part of an answer as text; TypeError or KeyError for an invalid one.
 
@@ -230,7 +225,7 @@ def _typed(value: Any, expected: type[T]) -> T:
 class _LoopSessions:
     """Shared state of the sessions of one event loop."""
 
-    client: httpx.AsyncClient
+    clients: HttpClients
     shared: dict[str, "asyncio.Task[McpSession]"] = field(
         default_factory=dict[str, "asyncio.Task[McpSession]"]
     )
@@ -269,13 +264,13 @@ async def close_all() -> None:
         task for task in mcp_channels.farewells if task.get_loop() is asyncio.get_running_loop()
     ]:
         await asyncio.wait(mine)
-    await here.client.aclose()
+    await here.clients.aclose()
 
 
 def _here() -> _LoopSessions:
     loop = asyncio.get_running_loop()
     if loop not in _of_loops:
-        _of_loops[loop] = _LoopSessions(mcp_channels.http_client())
+        _of_loops[loop] = _LoopSessions(HttpClients())
     return _of_loops[loop]
 
 
@@ -320,7 +315,7 @@ async def _begun(server: mcp_channels.GameServer) -> McpSession:
             error.message = f"{mcp_channels.who(server)}: {error.message}"
             raise
     else:
-        channel = mcp_channels.HttpChannel(server, _here().client)
+        channel = HttpChannel(server, _here().clients)
     session = McpSession(server, channel)
     try:
         await session.begin()

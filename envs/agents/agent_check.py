@@ -109,9 +109,10 @@ _MAX_REFUSED = 20
 
 
 def check_tasks(job: JobConfig, seed: int = 0) -> tuple[list[CheckResult], int | None]:
-    """Check where a job's Harbor tasks would run on this machine; blocks.
+    """Check which of a job's Harbor tasks suit this machine by their files; blocks.
 
-    Also returns the first task from the seed on that can be run here. Nothing is checked for other
+    Whether the steps of their Dockerfiles succeed is seen when they are run. Also returns the first
+    suitable task from the seed on. Nothing is checked for other
     data. Raises DataError for a folder that cannot be read.
     """
     folders = [TaskFolders(source) for source in job.task_sources if source is not None]
@@ -131,12 +132,12 @@ def check_tasks(job: JobConfig, seed: int = 0) -> tuple[list[CheckResult], int |
             rows.append(number)
     trained = [number for number in rows if number < num_train]
     where = f"images of {planner.engine.name}" if planner.engine else "the sandbox"
+    suited = f"{len(rows)} of {len(tasks)} Harbor tasks suit {where}, by their files"
     checks = [
         _result(
             "ok" if trained else "failed",
             "tasks",
-            f"{len(rows)} of {len(tasks)} Harbor tasks run here, in {where}"
-            + (f" ({planner.missing_engine})" if planner.missing_engine else ""),
+            suited + (f" ({planner.missing_engine})" if planner.missing_engine else ""),
         ),
         _result("ok", "tasks", "their reward is that of tests/test.sh, in /logs/verifier"),
         *(_result("note", "tasks", error.message, error.hint) for error in refused[:_MAX_REFUSED]),

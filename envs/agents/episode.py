@@ -19,7 +19,7 @@ class EpisodeOver(TinkermqError):
     """A call came for an episode that has ended, or with the key of another try."""
 
     code = "episode_over"
-    status = 410
+    status = 401
     is_mistake = True
 
 

@@ -6,19 +6,21 @@ own processes; and the variables of its settings. It has no network unless the s
 caller reads its output.
 """
 
+import contextlib
 import hashlib
 import os
 import select
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import Field
 
 from ...schemas.config.sections import Section
+from ...schemas.local.folder import hold
 from ...schemas.wire.errors import ConfigError
 from .bubblewrap import Program, bubblewrap_program, start
 from .sandbox import (
@@ -27,6 +29,7 @@ from .sandbox import (
     Sandbox,
     etc_mounts,
     exceeded,
+    held,
     memory_folder,
     python_variables,
     readable,
@@ -73,16 +76,24 @@ class PipedProgram(Protocol):
 class LocalPipedProgram:
     """A program that this process has started."""
 
-    def __init__(self, settings: PipedSettings, stdio: int, errors: int) -> None:
+    def __init__(
+        self,
+        settings: PipedSettings,
+        stdio: int,
+        errors: int,
+        may_read: Callable[[str, Path], None] = lambda name, real: None,
+    ) -> None:
         """Start it with two descriptors, which the caller closes; blocks.
 
-        Raises SandboxError if it does not start, ConfigError for settings that cannot be used.
+        `may_read` raises ConfigError for a name in `read` whose real path may not be shown. Raises
+        SandboxError if it does not start, ConfigError for settings that cannot be used.
         """
         self._settings = settings
-        sandbox = piped_sandbox(settings)
-        _check_once(settings, sandbox)
-        program = Program(_command(settings), environment=_variables(settings))
-        self._process = start(sandbox, program, stdin=stdio, stdout=stdio, stderr=errors)
+        with contextlib.ExitStack() as opened:
+            sandbox = piped_sandbox(settings, opened, may_read)
+            _check_once(settings, sandbox)
+            program = Program(_command(settings), environment=_variables(settings))
+            self._process = start(sandbox, program, stdin=stdio, stdout=stdio, stderr=errors)
         self._lock = threading.Lock()
         self._exceeded: Limit | None = None
         self._ended = ""
@@ -114,10 +125,16 @@ class LocalPipedProgram:
         return "was ended: it made too many files" if self._exceeded == "disk" else ""
 
 
-def piped_sandbox(settings: PipedSettings) -> Sandbox:
-    """Return the sandbox of a program; ConfigError for a folder that does not exist."""
+def piped_sandbox(
+    settings: PipedSettings, opened: contextlib.ExitStack, may_read: Callable[[str, Path], None]
+) -> Sandbox:
+    """Return the sandbox of a program, whose files are open as long as `opened`.
+
+    Raises ConfigError for a folder that does not exist, or may not be read.
+    """
     is_open, disk = settings.network == "open", settings.disk_mb << 20
-    shown = sorted({Path(sys.prefix), Path(sys.base_prefix), *_named(settings.read)})
+    shown = sorted({Path(sys.prefix), Path(sys.base_prefix)})
+    named = {path: opened.enter_context(_opened(path, may_read)) for path in settings.read}
     etc = (*SYSTEM_ETC, *(_OF_NETWORK if is_open else ()))
     return Sandbox(
         python=(os.path.realpath(sys.executable), *_OPTIONS),
@@ -127,6 +144,7 @@ def piped_sandbox(settings: PipedSettings) -> Sandbox:
             *etc_mounts(etc),
             memory_folder(_TMP, disk),
             *(readable(path) for path in shown),
+            *(held(Path(path).expanduser(), file) for path, file in sorted(named.items())),
         ),
         folder=_TMP,
         variables=python_variables(),
@@ -141,15 +159,24 @@ def piped_sandbox(settings: PipedSettings) -> Sandbox:
     )
 
 
-def _named(folders: list[str]) -> Iterator[Path]:
-    for folder in folders:
-        path = Path(folder).expanduser()
-        if not path.is_absolute() or not path.exists():
-            raise ConfigError(
-                f"read: {folder!r} does not exist",
-                hint="name files and folders by absolute paths, as they are where the game runs",
-            )
-        yield path
+@contextlib.contextmanager
+def _opened(name: str, may_read: Callable[[str, Path], None]) -> Iterator[int]:
+    """Open a file or folder that a program may read; what takes its place later is not shown."""
+    path = Path(name).expanduser()
+    try:
+        if not path.is_absolute():
+            raise FileNotFoundError(name)
+        file, real = hold(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"read: {name!r} does not exist",
+            hint="name files and folders by absolute paths, as they are where the game runs",
+        ) from error
+    try:
+        may_read(name, real)
+        yield file
+    finally:
+        os.close(file)
 
 
 def _command(settings: PipedSettings) -> list[str]:

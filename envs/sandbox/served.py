@@ -292,7 +292,7 @@ def _started(
 ) -> LocalPipedProgram | None:
     """Start a program; None if it does not start, after the reason was sent to the game."""
     try:
-        return LocalPipedProgram(_allowed_settings(values), *fds)
+        return LocalPipedProgram(_read_settings(values), *fds, may_read=_refuse_unshown)
     except TinkermqError as error:
         send_frame(connection, _refusal(error))
     except OSError as error:
@@ -311,20 +311,21 @@ def _serve_piped(connection: socket.socket, program: PipedProgram) -> None:
         program.end()
 
 
-def _allowed_settings(values: Any) -> PipedSettings:
-    """Read the settings of a game's program; ConfigError for a setting it may not use."""
+def _read_settings(values: Any) -> PipedSettings:
+    """Read the settings of a game's program; raises ConfigError."""
     try:
-        settings = PipedSettings.model_validate(values)
+        return PipedSettings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"the program's settings cannot be used: {error}") from error
-    shown = [folder.resolve() for folder in operator_folders()]
-    for name in settings.read:
-        if not any(Path(name).resolve().is_relative_to(folder) for folder in shown):
-            raise ConfigError(
-                f"read: programs of hosted games may not see {name!r}",
-                hint=f"let the operator name it in {FOLDERS_VARIABLE} of the node",
-            )
-    return settings
+
+
+def _refuse_unshown(name: str, real: Path) -> None:
+    """Raise ConfigError for a real path that a program of a hosted game may not see."""
+    if not any(real.is_relative_to(folder.resolve()) for folder in operator_folders()):
+        raise ConfigError(
+            f"read: programs of hosted games may not see {name!r}",
+            hint=f"let the operator name it in {FOLDERS_VARIABLE} of the node",
+        )
 
 
 def _checked_sandbox(values: dict[str, Any]) -> CodeSandbox:

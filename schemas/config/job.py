@@ -77,8 +77,8 @@ class EnvConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
-    """Parquet or JSONL files of a dataset game, or `harbor:FOLDER` for an agent program; empty: the
-    game generates its states."""
+    """Parquet, Arrow or JSONL files of a dataset game, folders of Hugging Face's `save_to_disk`, or
+    `harbor:FOLDER` for an agent program; empty: the game generates its states."""
     val_data: list[str] = Field(default_factory=list[str])
     """Validation files of a dataset game."""
     num_val: int = Field(default=64, ge=0, le=1_000_000)
@@ -424,7 +424,7 @@ class TinkerConfig(Section):
     idle_s: float = Field(default=600.0, gt=0)
     """Seconds after which an unused adapter is written to disk."""
     sampled_at_once: int = Field(default=16, ge=1, le=1024)
-    """Adapters that one sampler holds and decodes in one batch; others wait until one is idle."""
+    """Adapters that one sampler holds and decodes in one batch; users take them in turn."""
     checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
     """Megabytes of checkpoints per user; saving fails beyond."""
     micro_batch_tokens: int = Field(default=8192, ge=16)

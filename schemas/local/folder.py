@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -29,6 +30,7 @@ MAX_DEPTH = 16
 """Maximum depth of a folder's tree."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_ANY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 1 << 22
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -74,11 +76,8 @@ class Folder:
         Its `path` is the real one, so what is decided on it holds for what was opened. Raises
         OSError, also if a link has taken the place of a part meanwhile.
         """
-        real = os.path.realpath(path)
-        folder = cls(real)
-        if str(Path(f"/proc/self/fd/{folder.fileno()}").readlink()) != real:
-            folder.close()
-            raise NotADirectoryError(errno.ENOTDIR, "a part of it has become a link", real)
+        folder = cls.__new__(cls)
+        folder._fd, folder.path = hold(path, _FOLDER)
         return folder
 
     def __enter__(self) -> Self:
@@ -281,15 +280,21 @@ class Folder:
         link: bool = False,
         leave_out: Sequence[str] = (),
     ) -> None:
-        """Copy the regular files of a folder to a new one of another `Folder`; links are skipped.
+        """Copy the regular files of a folder to a new one of another `Folder`.
 
         With `link`, files are hard-linked instead if the disk supports it: only for folders of one
         owner, since a write to one then changes the other. Files and folders named in `leave_out`
-        are not copied. Raises FileExistsError if `place` has such a file, StorageError if the disk
-        lacks room.
+        are not copied, nor are names that are not UTF-8. Raises FileExistsError if `place` has such
+        a file, StorageError for a link or another kind of file, and if the disk lacks room.
         """
         give = _link if link else _copy_file
         with self.folder(name) as source, target.folder(place, make=True) as made:
+            for odd in source.strange():
+                if source.has(odd) and set(leave_out).isdisjoint(PurePosixPath(odd).parts):
+                    raise StorageError(
+                        f"{source.path / odd} is a link, or no regular file, and is not copied",
+                        hint="copy what it leads to in its place",
+                    )
             copied = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
             num_bytes, free = sum(entry.num_bytes for entry in copied), _free_bytes(made)
             if not link and num_bytes > free:  # sparse files are written in full
@@ -332,6 +337,27 @@ class Folder:
             f"{self.path / name} has {num_bytes:,} bytes; at most {max_bytes:,} are read",
             hint="remove it, if the run's learner did not write it",
         )
+
+
+def hold(path: str | Path, flags: int = _ANY) -> tuple[int, Path]:
+    """Open a file or folder whose path may have links; return its descriptor and its real path.
+
+    What is decided on that path holds for what was opened, which by default can be mounted but not
+    read. Raises OSError, also if a link has taken the place of a part meanwhile.
+    """
+    real = os.path.realpath(path)
+    changed = OSError(errno.ELOOP, "a part of its path has become a link", real)
+    try:
+        fd = os.open(real, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise changed from error
+    at = Path(f"/proc/self/fd/{fd}").readlink()
+    if str(at) != real or stat.S_ISLNK(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise changed
+    return fd, at
 
 
 def is_inside(name: str) -> bool:
@@ -458,14 +484,28 @@ def _free_bytes(folder: Folder) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def process_folder(prefix: str, root: Path | None = None) -> Path:
-    """Make a folder of this process, and remove those that killed processes have left.
+_OF_PROCESS = re.compile(r"tinkermq-[a-z]+-([0-9]+)-\w{8}")  # as mkdtemp names
 
-    It is below `root`, by default the temporary folder. Its name has the prefix and the process id.
+
+def process_folder(kind: str, root: Path | None = None) -> Path:
+    """Make a folder of this process, and remove those of any kind that killed processes have left.
+
+    It is below `root`, by default the temporary folder. Its name has the kind (lower-case letters)
+    and the process id. Raises OSError.
     """
     root = root or Path(tempfile.gettempdir())
-    for left in root.glob(f"{prefix}-*"):
-        pid = left.name.removeprefix(f"{prefix}-").partition("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).is_dir():
+    for left in root.glob("tinkermq-*"):
+        match = _OF_PROCESS.fullmatch(left.name)
+        if match is not None and not Path("/proc", match[1]).is_dir():
             shutil.rmtree(left, ignore_errors=True)  # another user's stays
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=root))
+    return Path(tempfile.mkdtemp(prefix=f"tinkermq-{kind}-{os.getpid()}-", dir=root))
+
+
+@contextlib.contextmanager
+def temporary_folder(kind: str) -> Iterator[Path]:
+    """Make a folder of this process as `process_folder`, and remove it behind the block."""
+    folder = process_folder(kind)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

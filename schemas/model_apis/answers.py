@@ -71,9 +71,10 @@ class TokenLogprob:
 
     def worded(self) -> dict[str, Any]:
         """Return it in the form of Chat Completions."""
-        return {**self._fields(), "top_logprobs": [other._fields() for other in self.top]}
+        return {**self.fields(), "top_logprobs": [other.fields() for other in self.top]}
 
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        """Return its text, log-prob and bytes in the form of Chat Completions."""
         encoded = self.encoded
         if encoded is None and _PART not in self.text:  # a part of a character has unknown bytes
             encoded = self.text.encode(errors="replace")

@@ -8,7 +8,7 @@ of calls. Its `key` is equal for all spellings of one message and differs with i
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import groupby
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import Field, field_validator
 
-from ..chat_messages import read_object
+from ..chat_messages import in_call_order, read_object
 from ..tool_calls import CallSplitter, overlap
 from ..wire.codec import read_json
 from ..wire.message import Message
@@ -214,19 +214,11 @@ def canonical_history(
     messages: Sequence[ModelMessage], volatile: Sequence[Volatile] = VOLATILE
 ) -> list[ModelMessage]:
     """Return a history without volatile text, with tool results in the order of their calls."""
-    history: list[ModelMessage] = []
-    results: list[ModelMessage] = []
-    order: Mapping[str, int] = {}
-    for message in [*messages, None]:
-        if message is not None and message.role == "tool":
-            results.append(_without(message, volatile))
-            continue
-        history += sorted(results, key=lambda result: order.get(result.call_id, len(order)))
-        results = []
-        if message is not None:
-            order = {call.id: place for place, call in enumerate(message.calls)}
-            history.append(_without(message, volatile))
-    return history
+    return in_call_order(
+        [_without(message, volatile) for message in messages],
+        lambda message: [call.id for call in message.calls],
+        lambda message: message.call_id if message.role == "tool" else None,
+    )
 
 
 def _without(message: ModelMessage, volatile: Sequence[Volatile]) -> ModelMessage:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from ..chat_messages import Origin, UnreadableMessageError, read_conversation
+from ..chat_messages import NOT_SHOWN, Origin, UnreadableMessageError, read_conversation
 from ..infer import PromptScore
 from . import answers
 from .canonical import (
@@ -28,10 +28,15 @@ from .request import (
 )
 
 DONE = "data: [DONE]\n\n"
-_OWN_FIELDS = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-)
-"""Fields of a message that have their own field in a `ModelMessage`."""
+_OWN_FIELDS = NOT_SHOWN | {
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning",
+    "reasoning_content",
+}
+"""Fields of a message that have their own field in a `ModelMessage`, or that no template shows."""
 _CHAT = FieldNames(max_tokens=("max_completion_tokens", "max_tokens"), effort="reasoning_effort")
 _COMPLETION = FieldNames(least_tokens=0)
 
@@ -443,18 +448,33 @@ class CompletionAnswer(OpenAIAnswer):
         return choice
 
     def _logprobs(self, of: "_Text", logprobs: Sequence[answers.TokenLogprob]) -> dict[str, Any]:
+        rows = [_by_text(token) for token in logprobs]
         likeliest = [
-            {other.text: max(other.logprob, answers.LEAST_LOGPROB) for other in token.top}
-            if token.is_known
-            else None
-            for token in logprobs
+            row if token.is_known else None for (row, _), token in zip(rows, logprobs, strict=True)
         ]
+        repeated = [others for _, others in rows]
         return {
             "tokens": [token.text for token in logprobs],
             "token_logprobs": [token.logprob if token.is_known else None for token in logprobs],
             "top_logprobs": likeliest if self._num_top else None,
             "text_offset": [of.offset.behind(token) for token in logprobs],
+            **({"repeated_top_logprobs": repeated} if any(repeated) else {}),
         }
+
+
+def _by_text(token: answers.TokenLogprob) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the likeliest tokens at a position by text, and those of a text that is taken.
+
+    The API has one number for a text, which is that of its likeliest token.
+    """
+    likeliest: dict[str, float] = {}
+    repeated: list[dict[str, Any]] = []
+    for other in sorted(token.top, key=lambda other: -other.logprob):
+        if other.text in likeliest:
+            repeated.append(other.fields())
+        else:
+            likeliest[other.text] = max(other.logprob, answers.LEAST_LOGPROB)
+    return likeliest, repeated
 
 
 class _Offset:

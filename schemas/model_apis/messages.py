@@ -18,6 +18,7 @@ from .request import (
     read_part,
     read_picture,
     read_shared,
+    without_effect_in,
 )
 
 _FIELDS = FieldNames(
@@ -78,7 +79,8 @@ def _messages(message: Fields) -> Iterator[ModelMessage]:
     if role not in ("user", "system"):
         raise RequestError(f"{message.name('role')} is {role!r}", param=message.name("role"))
     if isinstance(message.any("content"), str | None):
-        yield ModelMessage(role=role, content=read_content(message))
+        content = read_content(message)
+        yield ModelMessage(role=role, content=content, extra=message.extra())
         return
     parts: list[str | bytes] = []
     has_results = False
@@ -87,13 +89,14 @@ def _messages(message: Fields) -> Iterator[ModelMessage]:
             parts.append(_part(block))
             continue
         if content := joined(parts):
-            yield ModelMessage(role=role, content=content)
+            yield ModelMessage(role=role, content=content, extra=message.extra())
             parts = []
         has_results = True
-        yield ModelMessage(role="tool", content=_result(block), call_id=block.text("tool_use_id"))
+        result, call_id = _result(block), block.text("tool_use_id")
+        yield ModelMessage(role="tool", content=result, call_id=call_id, extra=block.extra())
     content = joined(parts)
     if content or not has_results:
-        yield ModelMessage(role=role, content=content)
+        yield ModelMessage(role=role, content=content, extra=message.extra())
 
 
 def _result(block: Fields) -> tuple[str | bytes, ...]:
@@ -112,7 +115,8 @@ def _part(block: Fields) -> str | bytes:
 
 def _assistant(message: Fields) -> ModelMessage:
     if isinstance(message.any("content"), str | None):
-        return ModelMessage(role="assistant", content=read_content(message))
+        content = read_content(message)
+        return ModelMessage(role="assistant", content=content, extra=message.extra())
     parts: list[str | bytes] = []
     calls: list[CanonicalCall] = []
     thoughts: list[str] = []
@@ -127,21 +131,28 @@ def _assistant(message: Fields) -> ModelMessage:
             parts.append(_part(block))
     reasoning = "".join(thoughts) if thoughts else None
     return ModelMessage(
-        role="assistant", content=joined(parts), calls=tuple(calls), reasoning=reasoning
+        role="assistant",
+        content=joined(parts),
+        calls=tuple(calls),
+        reasoning=reasoning,
+        extra=message.extra(),
     )
 
 
 def _read_tools(fields: Fields) -> ReadTools:
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
+    ignored: list[str] = []
     for tool in fields.objects("tools"):
         kind = tool.text("type", "custom")
         if kind == "custom":
-            parameters = tool.any("input_schema")
-            tools.append(function_tool(tool.text("name"), tool.text("description"), parameters))
+            name, description = tool.text("name"), tool.text("description")
+            parameters, returned = tool.any("input_schema"), tool.any("return")
+            tools.append(function_tool(name, description, parameters, returned))
+            ignored += without_effect_in(tool)
         else:
             left_out.append(f"tools: {kind}")
-    return ReadTools(tuple(tools), left_out=tuple(left_out))
+    return ReadTools(tuple(tools), left_out=tuple(left_out), ignored=tuple(ignored))
 
 
 class MessagesAnswer:

@@ -6,22 +6,7 @@ Client libraries and frameworks send them with every request.
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-LABELS = frozenset(
-    {
-        "cache_control",
-        "cache_salt",
-        "guided_decoding_backend",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "user",
-        "user_id",
-    }
-)
-"""Fields that label or speed up a request, and never change an answer."""
+from ..chat_messages import LABELS
 
 _OFF: tuple[Any, ...] = (False, 0)
 _NEUTRAL: Mapping[str, Iterable[Any]] = {

@@ -11,7 +11,7 @@ the place.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, TypeVar, cast
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from ..agent import MAX_CALL_CHOICES, CallRequest
+from ..chat_messages import NOT_SHOWN, template_tool
 from ..generation import (
     EPISODE_SAMPLING,
     MAX_COUNT,
@@ -40,7 +41,7 @@ from ..wire.codec import read_json
 from ..wire.errors import DataError, MessageError, TinkermqError
 from ..wire.images import encoded_image
 from .canonical import CanonicalCall, ModelMessage, joined
-from .neutral import asks_nothing
+from .neutral import asks_nothing, is_label
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Created once, since each request is read field by field."""
@@ -113,6 +114,8 @@ class ModelRequest:
     """Sampling options as sent."""
     without_effect: tuple[str, ...] = ()
     """Fields that were sent and have no effect, though their value asks for one."""
+    ignored: tuple[str, ...] = ()
+    """Such fields within tools: servers take them too, since clients send them unasked."""
 
 
 def json_of(raw: bytes) -> Any:
@@ -196,6 +199,14 @@ class Fields:
             raise self._wrong(key, "a text or a list of texts")
         return tuple(text for text in values if text)
 
+    def extra(self) -> dict[str, Any]:
+        """Return the fields of a message that were not read, which a chat template may show."""
+        return {
+            key: value
+            for key, value in self._value.items()
+            if key not in self._read and value is not None and key not in NOT_SHOWN
+        }
+
     def unread(self) -> tuple[str, ...]:
         """Return the fields that were not read and whose value is not a default."""
         own = (
@@ -248,13 +259,23 @@ def _url(part: Fields) -> Any:
     return cast("Any", value) if isinstance(value, dict) else {"url": value}
 
 
-def function_tool(name: str, description: str, parameters: Any) -> dict[str, Any]:
+def function_tool(
+    name: str, description: str, parameters: Any, returned: Any = None
+) -> dict[str, Any]:
     """Return a tool in the form of chat templates."""
-    function: dict[str, Any] = {"name": name, "description": description}
-    return {"type": "function", "function": {**function, "parameters": parameters or NO_PARAMETERS}}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return template_tool({"function": {**function, "return": returned}})
 
 
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+def without_effect_in(*parts: Fields) -> Iterator[str]:
+    """Yield the fields of a tool that were not read, as `tools.strict`."""
+    for part in parts:
+        for name in part.unread():
+            key = name.rpartition(".")[2]
+            if not is_label(key):
+                yield f"tools.{key}"
+
+
 FREE_TEXT: Mapping[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -273,6 +294,8 @@ class ReadTools:
     """Names of those that take any text."""
     left_out: tuple[str, ...] = ()
     """Those of unsupported kinds."""
+    ignored: tuple[str, ...] = ()
+    """Fields in them that have no effect."""
 
 
 def read_openai_tools(fields: Fields, *, nested: bool) -> ReadTools:
@@ -282,6 +305,7 @@ def read_openai_tools(fields: Fields, *, nested: bool) -> ReadTools:
     """
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
+    ignored: list[str] = []
     custom: set[str] = set()
     for tool in fields.objects("tools"):
         kind = tool.text("type", "function")
@@ -293,8 +317,10 @@ def read_openai_tools(fields: Fields, *, nested: bool) -> ReadTools:
         if kind == "custom":
             custom.add(name)
         parameters = FREE_TEXT if kind == "custom" else function.any("parameters")
-        tools.append(function_tool(name, function.text("description"), parameters))
-    return ReadTools(tuple(tools), frozenset(custom), tuple(left_out))
+        returned = function.any("return")
+        tools.append(function_tool(name, function.text("description"), parameters, returned))
+        ignored += without_effect_in(tool, *([function] if nested else []))
+    return ReadTools(tuple(tools), frozenset(custom), tuple(left_out), tuple(ignored))
 
 
 def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
@@ -356,6 +382,7 @@ def read_shared(
         required = other
     shared: dict[str, Any] = {
         "tools": () if choice.hides_tools else tools.shown,
+        "ignored": tuple(dict.fromkeys(tools.ignored)),
         "custom_tools": tools.custom,
         "format": required,
         "calls_one": choice.is_single,
@@ -651,7 +678,12 @@ def call_request(
         **_conversation_fields(model_request),
         is_prefill=model_request.is_prefill,
         previous=previous,
-        without_effect=[*model_request.without_effect, *unknown, *_served_only(model_request)],
+        without_effect=[
+            *model_request.without_effect,
+            *model_request.ignored,
+            *unknown,
+            *_served_only(model_request),
+        ],
         is_retry=is_retry,
     )
 

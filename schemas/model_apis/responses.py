@@ -110,7 +110,9 @@ def _add(messages: list[ModelMessage], item: Fields, left_out: list[str]) -> Non
     kind = item.text("type", "message")
     if kind in _OUTPUTS:
         output = read_content(item, "output")
-        messages.append(ModelMessage(role="tool", content=output, call_id=item.text("call_id")))
+        call_id = item.text("call_id")
+        result = ModelMessage(role="tool", content=output, call_id=call_id, extra=item.extra())
+        messages.append(result)
         return
     message = _message(item) if kind == "message" else _part_of_turn(item, kind)
     if message is None:
@@ -123,14 +125,11 @@ def _add(messages: list[ModelMessage], item: Fields, left_out: list[str]) -> Non
 
 def _message(item: Fields) -> ModelMessage:
     role = item.text("role", "user")
+    role = "system" if role == "developer" else role
+    if role not in ("system", "user", "assistant"):
+        raise RequestError(f"{item.name('role')} is {role!r}", param=item.name("role"))
     content = read_content(item)
-    if role in ("system", "developer"):
-        return ModelMessage(role="system", content=content)
-    if role == "user":
-        return ModelMessage(role="user", content=content)
-    if role == "assistant":
-        return ModelMessage(role="assistant", content=content)
-    raise RequestError(f"{item.name('role')} is {role!r}", param=item.name("role"))
+    return ModelMessage(role=role, content=content, extra=item.extra())
 
 
 def _part_of_turn(item: Fields, kind: str) -> ModelMessage | None:
@@ -155,6 +154,7 @@ def _together(first: ModelMessage, second: ModelMessage) -> ModelMessage:
         content=joined([*first.content, *second.content]),
         calls=(*first.calls, *second.calls),
         reasoning="".join(thoughts) if thoughts else None,
+        extra={**first.extra, **second.extra},
     )
 
 

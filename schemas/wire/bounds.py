@@ -5,8 +5,9 @@ schema through it, so no new field can be forgotten. A field of type `Any` that 
 bounded as a whole.
 """
 
-from typing import Any, cast
+from typing import Annotated, Any, TypeAlias, cast
 
+from pydantic import Field
 from pydantic_core import CoreSchema, core_schema
 
 MAX_CHARS = 4096
@@ -25,6 +26,9 @@ MAX_TREE_DEPTH = 32
 """Nested maps and lists of a free tree."""
 MAX_TOP_K = 256
 """Likeliest tokens requested per position."""
+
+Moment: TypeAlias = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+"""Seconds since the epoch that another process names, and that calendars can show."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "str": {"max_length": MAX_CHARS},

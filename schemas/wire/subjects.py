@@ -15,6 +15,7 @@ DEFAULT_USER = "local"
 
 BUCKET_JOBS = "tmq-jobs"
 BUCKET_ARCHIVE = "tmq-archive"
+BUCKET_COPIES = "tmq-copies"
 BUCKET_NODES = "tmq-nodes"
 BUCKET_ACTORS = "tmq-actors"
 BUCKET_EVALS = "tmq-evals"

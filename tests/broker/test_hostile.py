@@ -321,3 +321,18 @@ async def test_no_subject_or_header_ends_the_connection_of_who_hears_it(
         writer.close()
         await listening.stop()
     assert not lost
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 1e300, 2.0**62])
+def test_a_time_that_no_calendar_shows_is_malformed(time: float) -> None:
+    beat = Presence(actor="a", role="learner", host="h", pid=1, state="working", time=1.0)
+    forged = [
+        Event(kind="k", source="s", time=1.0).to_bytes(time=time),
+        LogLines(actor="a", attempt=1, lines=[], time=1.0).to_bytes(time=time),
+        METRIC.to_bytes(time=time),
+        beat.to_bytes(time=time),
+        beat.to_bytes(missing_since=time),
+    ]
+    for kind, payload in zip((Event, LogLines, Metric, Presence, Presence), forged, strict=True):
+        with pytest.raises(MessageError, match=r"time|missing_since"):
+            kind.from_bytes(payload)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.feed import read_events
+from tinkermq.broker.feed import VALIDATION, list_values, read_events
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import (
     bucket_config,
@@ -34,7 +34,7 @@ from tinkermq.schemas.job import (
 )
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.errors import ConflictError, NotFoundError, StateError
-from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_JOBS, JobScope
+from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_COPIES, BUCKET_JOBS, JobScope
 
 from tests.support.waiting import PATIENCE_S, until
 
@@ -195,6 +195,47 @@ async def test_a_move_counts_even_if_nobody_can_be_told(
     moved = await store.transition(job, "STARTING", "", "test")
     await store.publish_events(moved)
     assert (await store.mark_published(moved)).untold == []
+
+
+async def test_lists_find_the_values_of_an_ended_run_in_its_record(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user, state="RUNNING", has_streams=True)
+    values = {"step": 7.0, VALIDATION: float("nan"), "training_step_reward": 0.5, "other": 1.0}
+    assert (await store.mark_published(job, values, 9)).figures == {}
+    ended = await store.transition(job, "COMPLETED", "done", "scheduler")
+    ended = await store.mark_published(ended, values, 9)
+    assert (ended.version, ended.stored_bytes) == (7, 9)
+    await delete_job_streams(broker, job.scope)
+    assert await list_values(broker, ended) == {"step": 7.0, "training_step_reward": 0.5}
+    assert await list_values(broker, job) == {}
+
+
+async def test_records_that_a_store_has_lost_are_restored_and_deleted_ones_are_not(
+    own_broker: Broker,
+) -> None:
+    store, bucket = JobStore(own_broker), Bucket(own_broker, BUCKET_JOBS, JobRecord)
+    copies = Bucket(own_broker, BUCKET_COPIES, JobRecord)
+    lost, older, deleted, fine = [await made(own_broker, "ann", f"j{n}") for n in range(4)]
+    running = await store.transition(older, "STARTING", "placed", "scheduler")
+    await bucket.purge(lost.scope.key)
+    await bucket.put(older.scope.key, older)
+    await bucket.delete(deleted.scope.key)
+    await copies.purge(fine.scope.key)
+    known = {fine.scope.key: fine, older.scope.key: older}
+    await store.mend(known, {older.scope.key: running})
+    back = {job.job: job for job in await store.list_jobs()}
+    assert {name: job.state for name, job in back.items()} == {
+        "j0": "QUEUED",
+        "j1": "STARTING",
+        "j3": "QUEUED",
+    }
+    assert [back[name].untold[-1].kind for name in ("j0", "j1")] == ["record_restored"] * 2
+    assert back["j3"] == fine
+    assert await copies.keys() == [f"ann.j{n}" for n in (0, 1, 3)]
+    await store.remove(back["j0"])
+    await store.mend({job.scope.key: job for job in await store.list_jobs()}, {})
+    assert await store.find_by_id("ann", "j0") is None
 
 
 @given(st.lists(st.sampled_from(sorted(MAY_FOLLOW)), max_size=12))

@@ -380,6 +380,19 @@ async def test_a_record_replaces_those_of_its_step_and_of_later_ones_before_it(
     ]
 
 
+async def test_records_since_a_step_are_those_of_the_whole_log(
+    broker: Broker, scope: JobScope
+) -> None:
+    log, draw, last, step = BatchLog(broker, scope), random.Random(0), 0, 0
+    for _ in range(300):
+        step = max(step + 1 - draw.choice([0] * 9 + [draw.randrange(80)]), 1)
+        last = await log.append(_record(step), last)
+    every = [record.step for _, record in await log.read_all()]
+    for since in [*range(0, every[-1] + 2, 7), *every[-3:], every[-1] + 1, 1000]:
+        found = [record.step for record in await log.read_since(since)]
+        assert found == [step for step in every if step >= since], since
+
+
 async def test_a_log_tells_whether_it_still_holds_an_entry(broker: Broker, scope: JobScope) -> None:
     log = RolloutLog(broker, scope)
     digests: list[str] = []

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,19 +18,21 @@ import pyarrow.parquet as pq
 import pytest
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.dataset import (
-    BATCH_ROWS,
     Dataset,
     Record,
+    answer_text,
+    guard_datasets,
     parse_record,
     parse_task,
-    unpack_parquet,
 )
 from tinkermq.envs.games.addition import AdditionGame
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.running.episodes import Episodes, Opening
+from tinkermq.envs.unpack import BATCH_ROWS, unpack
 from tinkermq.envs.write_data import verl_row, write_rows
-from tinkermq.schemas.wire.errors import DataError, GameError, StorageError
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import ConfigError, DataError, GameError, StorageError
 
 
 def rows(count, start=0):
@@ -67,7 +72,7 @@ def test_a_process_without_pyarrow_unpacks_alike_and_stays_without(tmp_path, mon
         (tmp_path / folder).mkdir()
         if not loaded:
             monkeypatch.delitem(sys.modules, "pyarrow")
-        unpack_parquet(path, tmp_path / folder / "rows", tmp_path / folder / "ends")
+        unpack(path, tmp_path / folder / "rows", tmp_path / folder / "ends")
     assert "pyarrow" not in sys.modules
     for name in ("rows", "ends"):
         here, there = (tmp_path / folder / name for folder in ("here", "there"))
@@ -94,7 +99,7 @@ def test_rows_that_cannot_be_unpacked_name_the_folder(tmp_path):
     path = write_rows(tmp_path / "a.parquet", rows(1))
     missing = tmp_path / "missing" / "rows"
     with pytest.raises(StorageError, match=r"a\.parquet cannot be unpacked to .*missing"):
-        unpack_parquet(path, missing, missing)
+        unpack(path, missing, missing)
 
 
 def test_dates_in_a_row_become_texts(tmp_path):
@@ -195,7 +200,7 @@ NO_ROWS = pa.schema({"prompt": pa.string(), "answer": pa.string()})
     ("name", "content", "told"),
     [
         ("none.parquet", None, "there is no dataset file '{path}'"),
-        ("data.csv", b"prompt,answer\n", "{path} is neither parquet nor JSONL"),
+        ("data.csv", b"prompt,answer\n", "{path} is neither parquet, Arrow nor JSONL"),
         ("c.parquet", QUESTION, "{path} has no column prompt; its columns are question, answer"),
         (
             "c.jsonl",
@@ -271,7 +276,7 @@ def test_no_files_at_all_are_refused():
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-@pytest.mark.parametrize("truth", [None, "", "  ", "None", "NaN", "null", float("nan"), [], [None]])
+@pytest.mark.parametrize("truth", [None, "", "  ", float("nan"), [], [None]])
 @pytest.mark.parametrize("column", ["reward_model", "answer"])
 def test_a_row_without_a_gold_answer_is_refused_with_its_number_and_file(
     tmp_path, suffix, truth, column
@@ -290,10 +295,81 @@ def test_a_row_without_a_gold_answer_is_refused_with_its_number_and_file(
     data.close()
 
 
-@pytest.mark.parametrize("truth", [0, 0.0, False, "0", "none of these", ["None", "4"], {"a": 1}])
+@pytest.mark.parametrize(
+    "truth", [0, 0.0, False, "0", "None", "NaN", "null", ["None", "4"], {"a": 1}]
+)
 def test_a_gold_answer_may_look_empty_and_be_one(truth):
     row = {"prompt": "1?", "reward_model": {"ground_truth": truth}}
     assert parse_record(row, "row 0").ground_truth == truth
+
+
+@pytest.mark.parametrize(
+    ("truth", "text"),
+    [
+        (4.0, "4"),
+        (-0.0, "0"),
+        (2.5, "2.5"),
+        (1e30, "1" + "0" * 30),
+        (10**30, "1" + "0" * 30),
+        (1e-7, "0.0000001"),
+        ("4.0", "4.0"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("column", ["reward_model", "answer"])
+def test_a_number_is_the_gold_answer_that_a_person_would_write(
+    tmp_path, truth, text, suffix, column
+):
+    if truth == 10**30 and isinstance(truth, int) and suffix == ".parquet":
+        truth = Decimal(truth)
+    value = {"style": "rule", "ground_truth": truth} if column == "reward_model" else truth
+    path = write_rows(tmp_path / f"a{suffix}", [{"prompt": "?", column: value}])
+    data = Dataset([path])
+    found = data.record(0).ground_truth
+    assert answer_text(found) == text
+    if text == "4":
+        assert str(found) == "4"  # reward functions compare texts
+    pack({"truth": found})
+    data.close()
+
+
+def saved(folder, rows, *, stream=True, shards=1):
+    """Write a folder as `save_to_disk` of Hugging Face's datasets does."""
+    folder.mkdir(parents=True)
+    for number in range(shards):
+        table = pa.Table.from_pylist(rows[number::shards])
+        new = pa.ipc.new_stream if stream else pa.ipc.new_file
+        file = folder / f"data-{number:05}-of-{shards:05}.arrow"
+        with new(str(file), table.schema) as writer:
+            writer.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_of_save_to_disk_is_read_and_one_of_several_splits_names_them(tmp_path):
+    rows = [{"prompt": f"{n}?", "answer": float(n)} for n in range(3000)]
+    for stream in (True, False):
+        folder = saved(tmp_path / str(stream) / "train", rows, stream=stream, shards=2)
+        (folder / "cache-1.arrow").write_bytes(b"")
+        data = Dataset([folder])
+        assert len(data) == 3000
+        assert [data.record(n).ground_truth for n in (0, 1499, 1500, 2999)] == [0, 2998, 1, 2999]
+        assert "row 1 of" in data.row(1)[1]
+        data.close()
+        saved(folder.parent / "test", rows[:2])
+        with pytest.raises(DataError, match="holds several datasets: test, train") as error:
+            Dataset([folder.parent])
+        assert str(folder.parent / "test") in error.value.hint
+    folder = saved(tmp_path / "old", rows[:2])
+    (folder / "indices.arrow").write_bytes(b"")
+    with pytest.raises(DataError, match="in another order than in its files"):
+        Dataset([folder])
+    with pytest.raises(DataError, match=r"the folder .* holds no dataset"):
+        Dataset([tmp_path])
+    (tmp_path / "cut.arrow").write_bytes(b"ARROW1 and no more")
+    with pytest.raises(DataError, match=r"cut.arrow is not an Arrow file"):
+        Dataset([tmp_path / "cut.arrow"])
 
 
 @pytest.mark.parametrize("game", [MathGame, AdditionGame, CalculatorGame])
@@ -666,3 +742,50 @@ def test_a_conversation_with_half_a_character_costs_itself(tmp_path: Path) -> No
     assert [data.row(number).messages[1]["content"] for number in (0, 2)] == ["ok", "fine"]
     with pytest.raises(DataError, match=r"row 1 of .*chats.jsonl .* in the column 'messages'"):
         data.row(1)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Path]:
+    """A folder of another user, whose files this process may not open."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+
+    def may_read(real: Path) -> None:
+        if real.is_relative_to(theirs):
+            raise ConfigError(f"{real} is not yours")
+
+    guard_datasets(may_read)
+    yield theirs
+    guard_datasets(lambda real: None)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_dataset_that_a_link_replaces_is_not_opened(
+    tmp_path: Path, guarded: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, is_late: bool
+) -> None:
+    own, theirs = tmp_path / f"rows{suffix}", guarded / f"rows{suffix}"
+    for file, text in ((own, "own"), (theirs, "secret")):
+        rows = [{"prompt": text, "answer": text}]
+        if suffix == ".jsonl":
+            file.write_text("".join(json.dumps(row) for row in rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), file)
+    data = Dataset([own])
+    assert data.record(0).ground_truth == "own"
+    data.close()
+    look = os.path.realpath
+
+    def replaced(path: str | Path, **options: Any) -> str:
+        real = look(path, **options)
+        if str(path) == str(own) and not own.is_symlink():
+            own.unlink()
+            own.symlink_to(theirs)
+        return real
+
+    if is_late:
+        monkeypatch.setattr(os.path, "realpath", replaced)
+    else:
+        replaced(own)
+    with pytest.raises((ConfigError, DataError), match=r"is not yours|has become a link"):
+        Dataset([own])

@@ -13,7 +13,7 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.teachers import EndpointTeacher
-from tinkermq.envs.adapters.mcp_channels import http_client as mcp_client
+from tinkermq.envs.adapters.mcp_http import HttpClients
 from tinkermq.envs.adapters.openenv_client import Access, HttpRoutes, OpenEnvSession
 from tinkermq.envs.reward_sources import HttpSource, RefusedError
 from tinkermq.envs.user_http import (
@@ -35,6 +35,8 @@ FORMS = [
     *("::1", "::", "fe80::1", "fc00::1", "fd00::1", "ff02::1", "fec0::1"),
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
     "2001:0:4136:e378:8000:63bf:80ff:fffe",
+    *("64:ff9b:1::7f00:1", "::ffff:0:127.0.0.1", "2a00:1450::5efe:7f00:1", "2a00::200:5efe:a00:1"),
+    *("3fff::1", "5f00::1", "100:0:0:1::1", "2001:db8::1", "192.0.0.8", "192.88.99.1"),
 ]
 
 
@@ -110,7 +112,7 @@ async def test_nothing_of_a_pool_with_users_is_reached_by_configuration(
 ) -> None:
     with pytest.raises(AddressRefused, match="may not reach"):
         await score(f"{base}/reward")
-    client = mcp_client()
+    client = HttpClients().take(base)
     with pytest.raises(AddressRefused):
         await client.post(f"{base}/mcp", headers={"Metadata-Flavor": "Google"})
     await client.aclose()

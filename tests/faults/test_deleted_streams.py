@@ -14,6 +14,7 @@ from tinkermq.schemas.job import JobReply, SubmitRequest
 from tinkermq.schemas.wire.errors import NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
+    BUCKET_COPIES,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
@@ -102,7 +103,8 @@ async def _is_there(stack: Stack, bucket: str) -> bool:
 async def test_the_scheduler_makes_shared_buckets_again_and_runs_go_on(
     tmp_path: Path, model: Path
 ) -> None:
-    buckets = (BUCKET_ACTORS, BUCKET_NODES, BUCKET_REQUESTS, BUCKET_SECRETS, BUCKET_EVALS)
+    actors = (BUCKET_ACTORS, BUCKET_NODES)
+    buckets = (*actors, BUCKET_REQUESTS, BUCKET_SECRETS, BUCKET_EVALS, BUCKET_COPIES)
     async with Stack(tmp_path) as stack:
         job = await _started(stack, model, num_steps=40)
         for bucket in (*buckets, BUCKET_LEASES):

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.broker.jobs import JobStore
 from tinkermq.schemas.metric import LOST_STEPS
+from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, BUCKET_NODES
 
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.jobs import Job
@@ -25,6 +27,7 @@ from tests.support.proofs import (
     assert_replay_is_identical,
 )
 from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
@@ -51,6 +54,13 @@ def _set_back(stack: Stack, copy: Path) -> None:
     shutil.rmtree(store)
     shutil.copytree(copy, store)
     stack.server.start()
+
+
+def _cut(stack: Stack, stream: str, share: float) -> None:
+    """Leave so much of the last block of a stream of a server that is down."""
+    [folder] = stack.server.store_dir.glob(f"**/streams/{stream}")
+    block = max(folder.glob("msgs/*.blk"), key=lambda path: int(path.stem))
+    os.truncate(block, int(block.stat().st_size * share))
 
 
 async def _ends_whole(job: Job) -> None:
@@ -103,6 +113,20 @@ async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
         await _ends_whole(job)
 
 
+async def test_a_run_begins_again_when_the_store_is_from_before_its_first_step(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        job = await _started(stack, model)
+        await job.until_streams()
+        _copy_store(stack, tmp_path / "copy")
+        await job.until_step(6)
+        _set_back(stack, tmp_path / "copy")
+        told = await job.until_event("store_rewound")
+        assert told.data["lost_steps"] >= 4
+        await _ends_whole(job)
+
+
 async def test_a_run_whose_checkpoints_are_all_newer_than_the_store_goes_on_from_the_newest(
     tmp_path: Path, model: Path
 ) -> None:
@@ -130,9 +154,7 @@ async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
         job = await _started(stack, model)
         await job.until_step(12)
         stack.server.kill()
-        [folder] = stack.server.store_dir.glob(f"**/streams/{job.scope.stream_rollout}")
-        block = max(folder.glob("msgs/*.blk"), key=lambda path: int(path.stem))
-        os.truncate(block, int(block.stat().st_size * share))
+        _cut(stack, job.scope.stream_rollout, share)
         stack.server.start()
         if share:
             await job.until_event("store_rewound")
@@ -140,3 +162,38 @@ async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
         else:
             record = await job.until("FAILED")
             assert "was deleted and made again" in record.reason
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["scheduler-lives", "scheduler-dies"])
+@pytest.mark.parametrize("share", [0.5, 0.0], ids=["half", "all"])
+async def test_runs_whose_records_are_lost_go_on(
+    tmp_path: Path, model: Path, share: float, restarted: bool
+) -> None:
+    async with Stack(tmp_path) as stack:
+        ended = await stack.submit(small_job(model, training={"num_steps": 2}))
+        await ended.until("COMPLETED")
+        live = [await _started(stack, model) for _ in range(2)]
+        for job in live:
+            await job.until_step(4)
+        stack.server.kill()
+        if restarted:
+            stack.kill("scheduler")
+        for bucket in (BUCKET_JOBS, BUCKET_NODES, BUCKET_ACTORS, BUCKET_EVALS):
+            _cut(stack, f"KV_{bucket}", share)
+        stack.server.start()
+        if restarted:
+            stack.start("scheduler")
+
+        async def all_there() -> bool:
+            listed = await JobStore(stack.broker).list_jobs()
+            return {job.scope.job for job in (ended, *live)} == {record.job for record in listed}
+
+        await eventually(all_there, "the records to be restored")
+        for job in () if share else (ended, *live):  # half a block may hold older records
+            assert "record" in (await job.until_event("record_restored")).message
+        for job in live:
+            record = await job.until("COMPLETED")
+            assert record.attempt == 1
+            assert not any(actor.restarts for actor in record.actors), "its actors computed on"
+            await assert_every_task_once(job)
+        assert (await ended.read()).state == "COMPLETED"

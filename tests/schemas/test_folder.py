@@ -105,7 +105,12 @@ def test_a_copy_holds_regular_files_alone(run_dir: Path, tmp_path: Path, link: b
     (run_dir / "good" / "learner" / "state").write_bytes(b"x")
     target = tmp_path / "other"
     target.mkdir()
+    (run_dir / "good" / "learner" / "link").symlink_to(run_dir)
     with Folder(run_dir) as folder, Folder(target) as other:
+        for odd in ("link", "inner/folder"):
+            with pytest.raises(StorageError, match=f"good/{odd} is a link, or no regular file"):
+                folder.copy("good", other, "fork", link=link, leave_out=["learner"])
+            folder.unlink(f"good/{odd}")
         folder.copy("good", other, "fork", link=link, leave_out=["learner"])
     found = sorted(str(one.relative_to(target)) for one in target.rglob("*") if not one.is_dir())
     assert found == ["fork/file", "fork/inner/file"]
@@ -284,9 +289,14 @@ def test_a_huge_sparse_log_is_put_aside(tmp_path: Path) -> None:
 def test_folders_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    for name in (f"ours-{ended.pid}-a", f"ours-{os.getppid()}-b", "ours-x", f"other-{ended.pid}-c"):
+    kept = {
+        f"tinkermq-ours-{os.getppid()}-12345678",
+        "tinkermq-ours-x",
+        f"tinkermq-image-{ended.pid}-{'0' * 32}",
+        f"other-ours-{ended.pid}-12345678",
+    }
+    for name in (*kept, *(f"tinkermq-{kind}-{ended.pid}-12_45678" for kind in ("ours", "theirs"))):
         (tmp_path / name).mkdir()
     made = process_folder("ours", tmp_path)
-    assert made.name.startswith(f"ours-{os.getpid()}-")
-    left = {path.name for path in tmp_path.iterdir()} - {made.name}
-    assert left == {f"ours-{os.getppid()}-b", "ours-x", f"other-{ended.pid}-c"}
+    assert made.name.startswith(f"tinkermq-ours-{os.getpid()}-")
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, made.name}

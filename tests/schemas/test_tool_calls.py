@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tinkermq.schemas.argument_types import argument_value
 from tinkermq.schemas.model_apis.canonical import ReplyReader, parse_reply
 from tinkermq.schemas.tool_calls import (
     CLOSE,
     FORMATS,
     OPEN,
+    UNTYPED,
     CallFormat,
     ToolText,
     certain_length,
+    glm,
     in_hermes_form,
     llama,
     mistral,
@@ -207,6 +210,102 @@ def test_a_call_is_read_in_the_format_of_its_model_and_all_else_stays_text(
         assert (reply.text, reply.reasoning) == (case["said"], "hm" if thought else None)
     else:
         assert told == thought + case["text"]
+
+
+DEFS: dict[str, Any] = {
+    "count": {"type": "integer"},
+    "colour": {"enum": ["red", 3]},
+    "alias": {"$ref": "#/definitions/size"},
+    "node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}},
+    "loop": {"$ref": "#/$defs/loop"},
+    "deep": {"anyOf": [{"$ref": "#/$defs/deep"}, {"type": "integer"}]},
+    "a/b c": {"type": "boolean"},
+}
+REF = {name: {"$ref": f"#/$defs/{name}"} for name in DEFS}
+TYPED: list[tuple[Any, str, Any]] = [
+    # references, nested and recursive
+    (REF["count"], "5", 5),
+    (REF["colour"], "3", 3),
+    (REF["colour"], "red", "red"),
+    (REF["alias"], "1.5", 1.5),
+    (REF["node"], '{"next": {"next": null}}', {"next": {"next": None}}),
+    (REF["loop"], "5", "5"),
+    (REF["deep"], "5", 5),
+    ({"$ref": "#/$defs/a~1b%20c"}, "True", True),
+    ({"$ref": "#/$defs/missing"}, "5", "5"),
+    ({"$ref": "https://example.org/x"}, "5", "5"),
+    ({"$ref": "#/$defs/own", "$defs": {"own": {"type": "array"}}}, "[1]", [1]),
+    # combinations
+    ({"allOf": [REF["count"], {"description": "how many"}]}, "5", 5),
+    ({"allOf": [{"type": ["integer", "string"]}, {"type": "string"}]}, "5", "5"),
+    ({"anyOf": [{"type": "string"}, {"type": "array", "items": {}}]}, '["a"]', ["a"]),
+    ({"anyOf": [{"type": "string"}, {"type": "array", "items": {}}]}, "[a", "[a"),
+    ({"oneOf": [{"type": "integer"}, {"const": "auto"}]}, "auto", "auto"),
+    ({"oneOf": [{"type": "integer"}, {"const": "auto"}]}, "5", 5),
+    ({"anyOf": [REF["node"], {"type": "null"}]}, "null", None),
+    ({"anyOf": [{"type": "integer"}, {}]}, "5", "5"),
+    ({"anyOf": [{"anyOf": [REF["count"], {"type": "null"}]}, {"type": "boolean"}]}, "None", None),
+    # choices, and keywords of one type, without `type`
+    ({"enum": [1, 2, 3]}, "2", 2),
+    ({"enum": ["1", "2"]}, "2", "2"),
+    ({"enum": ["1", 2.5]}, "1", "1"),
+    ({"enum": ["on", None]}, "null", None),
+    ({"const": 5}, "5", 5),
+    ({"const": True}, "true", True),
+    ({"const": "5"}, "5", "5"),
+    ({"items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+    ({"properties": {"a": {}}}, '{"a": "1"}', {"a": "1"}),
+    ({"minimum": 0}, "0.5", 0.5),
+    ({"pattern": "^[0-9]+$"}, "55", "55"),
+    # null, numbers and Booleans
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": "string", "nullable": True}, "None", None),
+    ({"type": ["integer", "null"]}, "7", 7),
+    ({"type": ["string", "integer"]}, "7", 7),
+    ({"type": "number"}, "-1e3", -1000.0),
+    ({"type": "number"}, "12345678901234567890", 12345678901234567890),
+    ({"type": "boolean"}, "False", False),
+    ({"type": "integer"}, "NaN", "NaN"),
+    ({"type": "int"}, "7", 7),
+    # text
+    ({"type": "string"}, "5", "5"),
+    ({"type": "string"}, "null", "null"),
+    ({"type": "string"}, "true", "true"),
+    ({"type": "string"}, '"quoted"', '"quoted"'),
+    ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+    ({"description": "anything"}, "5", "5"),
+]
+WRITTEN: dict[CallFormat, str] = {
+    qwen_xml: "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    glm: "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("read", UNTYPED)
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+def test_an_argument_in_xml_has_the_type_that_its_schema_allows(
+    read: CallFormat, schema: dict[str, Any], text: str, value: Any
+) -> None:
+    top = {"$defs": DEFS, "definitions": {"size": {"type": "number"}}}
+    own: dict[str, Any] = {"type": "object", "properties": {"x": schema}, **top}
+    for parameters in (
+        own,
+        {"$ref": "#/$defs/all", **top, "$defs": {**DEFS, "all": {"properties": {"x": schema}}}},
+        {"allOf": [{"properties": {"y": {}}}, {"properties": {"x": schema}}], **top},
+        {"anyOf": [{"properties": {"x": schema}}, {"properties": {"y": {}}}], **top},
+        {"type": "object", "additionalProperties": schema, **top},
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        told = in_hermes_form(WRITTEN[read].replace("{}", text), read, [tool])
+        (call,) = parse_reply(told, "c", calls=True).calls
+        assert json.dumps(call.value) == json.dumps({"x": value})
+
+
+def test_a_schema_of_references_to_references_is_read_once_each() -> None:
+    twice = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)}
+    schema = {"$defs": {**twice, "d30": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    assert argument_value("5", {**schema, "additionalProperties": {"$ref": "#/$defs/d0"}}, "x") == 5
 
 
 @pytest.mark.parametrize("read", FORMATS)

@@ -43,7 +43,7 @@ class WeightFiles:
 
     def __init__(self) -> None:
         root = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
-        self._root = process_folder("tinkermq-weights", root)
+        self._root = process_folder("weights", root)
 
     def write_model(
         self, version: int, tensors: Mapping[str, TensorSource]

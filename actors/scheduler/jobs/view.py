@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ....broker.client.connection import Broker
 from ....broker.client.fair_queue import FairLock
-from ....broker.feed import recent_values
 from ....broker.jetstream.kv import Bucket, Entry, Mirror
 from ....broker.jobs import JobStore, is_final
 from ....broker.presence import presences
@@ -25,7 +24,7 @@ from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, Schedule
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire import subjects
-from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError
+from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
 from ..placement import UserShares
@@ -244,6 +243,8 @@ class JobsView:
         """Whether this is a pool with users."""
         self._configs: dict[str, tuple[int, JobConfig]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._lost: dict[str, JobRecord] = {}
+        self._num_lists = 0
 
     async def open(self, on_change: Callable[[], None]) -> None:
         """Listen for changes and read everything."""
@@ -259,13 +260,36 @@ class JobsView:
 
     async def refresh(self) -> None:
         """Read what has changed."""
-        for key in await self._jobs.refresh():
+        changed = await self._jobs.refresh()
+        for key in changed:
             entry = self._jobs.entries.get(key)
             if entry is None:
                 self._gone(key)
             else:
                 self.enter(entry)
+        self._lost |= {key: entry.value for key, entry in self._jobs.lost.items()}
+        self._jobs.lost = {}
         await self._users.refresh()
+
+    def relist(self) -> None:
+        """List all records at the next refresh, as one of them is missing at the broker."""
+        self._jobs.relist()
+
+    async def mend(self, jobs: JobStore) -> None:
+        """Restore records that the broker's store has lost, after each list of all records.
+
+        Raises BrokerError, DeadlineError; the next call continues.
+        """
+        if (num_lists := self._jobs.num_lists) == self._num_lists and not self._lost:
+            return
+        known = {key: entry.value for key, entry in self._jobs.entries.items()}
+        lost, self._lost = self._lost, {}
+        try:
+            await jobs.mend(known, lost)
+        except TinkermqError:
+            self._lost = lost | self._lost
+            raise
+        self._num_lists = num_lists
 
     def _gone(self, key: str) -> None:
         """Remove a job whose record was deleted."""
@@ -670,17 +694,3 @@ class Versions:
                     record, lambda now: now.model_copy(update={"version": version})
                 )
         return None if entry is None else entry.value
-
-
-async def last_version(broker: Broker, record: JobRecord) -> int:
-    """Return the version at which a job ended, from its learner's last report.
-
-    The heartbeat has expired, and was only read every two seconds.
-    """
-    if not record.trains:
-        return record.version
-    try:
-        values = await recent_values(broker, record.scope)
-    except (NotFoundError, TimeoutError):
-        return record.version
-    return max(record.version, int(values.get("step", 0)))

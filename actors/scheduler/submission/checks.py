@@ -131,13 +131,14 @@ class JobChecks:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [_passed("model", text)]
         known = await self._known_models(models_of(config), reader)
-        asking = (self._check_model(nodes, model, known[model]) for model in known)
+        user = reader.user
+        asking = (self._check_model(nodes, model, known[model], user) for model in known)
         return list(await asyncio.gather(*asking))
 
     async def _check_model(
-        self, nodes: Sequence[NodeStatus], model: str, may_know: bool
+        self, nodes: Sequence[NodeStatus], model: str, may_know: bool, user: str
     ) -> CheckResult:
-        question = ModelQuestion(model=model, alike=not may_know)
+        question = ModelQuestion(model=model, alike=not may_know, user=user)
         replies = await self._ask_nodes(nodes, "model", question)
         return _combine("model", model, nodes, replies)
 
@@ -154,7 +155,9 @@ class JobChecks:
             files += [*config.env.train_data, *config.env.val_data]
             game = "" if config.agent.runs_programs else config.env.game or ""
             functions += _functions_of_hosts(config.env)
-        question = LookQuestion(files=list(dict.fromkeys(files)), game=game, functions=functions)
+        question = LookQuestion(
+            files=list(dict.fromkeys(files)), game=game, functions=functions, user=record.user
+        )
         subjects = {
             "data": f"{len(files)} file(s)" if files else "",
             "game": game,
@@ -171,7 +174,7 @@ class JobChecks:
         """Return the nodes that have a job's data and its game; raises DataError or GameError."""
         nodes = self._reconciler.nodes()
         files = [*config.env.train_data, *config.env.val_data]
-        question = LookQuestion(files=files, game=str(config.env.game))
+        question = LookQuestion(files=files, game=str(config.env.game), user=record.user)
         replies = await self._ask_nodes(nodes, "look", question)
         names = [
             node for node, results in replies if results and all(result.ok for result in results)
@@ -191,7 +194,7 @@ class JobChecks:
         reader = self.reader(record)
         if not await self._may_know_all([*model_paths(config).values(), *config.sft.data], reader):
             return []
-        question = ModelQuestion(model=config.model.path)
+        question = ModelQuestion(model=config.model.path, user=record.user)
         replies = await self._ask_nodes(self._reconciler.nodes(), "model", question)
         return [node for node, results in replies if results and results[0].ok]
 

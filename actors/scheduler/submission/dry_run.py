@@ -5,6 +5,8 @@ repeats its request with the same id until the check is done.
 """
 
 import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from ....broker.client.rpc import RequestContext
@@ -13,6 +15,7 @@ from ....schemas.config.job import JobConfig
 from ....schemas.job import ActorPlacement, JobRecord, SubmitRequest
 from ....schemas.node import GameCheckRequest, InspectQuestion, PlayQuestion
 from ....schemas.wire import errors
+from ....schemas.wire.message import Message
 from ..jobs.states import wanted_actor
 from .submission import Submission
 
@@ -29,6 +32,30 @@ class _Check(NamedTuple):
     task: asyncio.Task[CheckReply]
 
 
+class NodeTurns:
+    """Nodes, each of which checks one job at a time, for users in the order of their requests."""
+
+    def __init__(self) -> None:
+        """All nodes are free."""
+        self._busy = set[str]()
+        self._freed = asyncio.Event()
+        self._first = asyncio.Lock()
+
+    @asynccontextmanager
+    async def one_of(self, nodes: Collection[str]) -> AsyncIterator[str]:
+        """Hold the first free one of some nodes."""
+        async with self._first:
+            while not (free := [node for node in nodes if node not in self._busy]):
+                self._freed.clear()
+                await self._freed.wait()
+            self._busy.add(free[0])
+        try:
+            yield free[0]
+        finally:
+            self._busy.remove(free[0])
+            self._freed.set()
+
+
 class DryRuns:
     """Dry runs of all users, and each user's last check on a node."""
 
@@ -36,6 +63,7 @@ class DryRuns:
         """Check jobs as `submission` would create them."""
         self._submission = submission
         self._checks: dict[str, _Check] = {}
+        self._playing, self._inspecting = NodeTurns(), NodeTurns()
 
     async def try_out(self, request: SubmitRequest, context: RequestContext) -> CheckReply:
         """Run the checks of a submission; nothing is created."""
@@ -51,7 +79,7 @@ class DryRuns:
 
         The check begins with the first request of its id. Raises what `Submission.submit` raises
         for a refused job, DataError or GameError if no node has the data or the game, BusyError
-        while another check of this user runs, or if the nodes run others.
+        while another check of this user runs, or if no node answers. Users take nodes in turn.
         """
         user = context.user
         check = self._checks.get(user)
@@ -84,12 +112,9 @@ class DryRuns:
     async def _inspect(self, record: JobRecord, config: JobConfig) -> CheckReply:
         """Request a node to inspect its model; without results if no node can."""
         question = InspectQuestion(config=config.model_dump(mode="json", exclude_unset=True))
-        checks = self._submission.checks
-        for node in await checks.nodes_with_model(record, config):
-            reply = await checks.ask_node(node, "inspect", question, timeout_s=_INSPECT_S)
-            if reply.done:
-                return _signed(reply, node)
-        return CheckReply()
+        nodes = await self._submission.checks.nodes_with_model(record, config)
+        reply = await self._ask_one(self._inspecting, nodes, "inspect", question, _INSPECT_S)
+        return reply or CheckReply()
 
     async def _play(self, record: JobRecord, config: JobConfig) -> CheckReply:
         question = PlayQuestion(
@@ -97,15 +122,28 @@ class DryRuns:
             env=config.env.model_dump(mode="json", exclude_unset=True),
             seed=config.seed,
         )
-        checks = self._submission.checks
-        for node in await checks.nodes_with_inputs(record, config):
-            reply = await checks.ask_node(node, "play", question, timeout_s=_PLAY_S)
+        nodes = await self._submission.checks.nodes_with_inputs(record, config)
+        reply = await self._ask_one(self._playing, nodes, "play", question, _PLAY_S)
+        if reply is None:
+            raise errors.BusyError(
+                "the nodes that have the game are leaving, or do not answer",
+                hint="ask again in a minute",
+            )
+        return reply
+
+    async def _ask_one(
+        self, turns: NodeTurns, nodes: list[str], verb: str, question: Message, timeout_s: float
+    ) -> CheckReply | None:
+        """Return the reply of the first node that does a check; None if none does."""
+        while nodes:
+            async with turns.one_of(nodes) as node:
+                reply = await self._submission.checks.ask_node(
+                    node, verb, question, timeout_s=timeout_s
+                )
             if reply.done:
                 return _signed(reply, node)
-        raise errors.BusyError(
-            "the nodes that have the game check another one, or are leaving",
-            hint="ask again in a minute",
-        )
+            nodes = [other for other in nodes if other != node]
+        return None
 
 
 def _signed(reply: CheckReply, node: str) -> CheckReply:

@@ -223,9 +223,10 @@ def pin_checkpoint(
 
     With `weights_only` the state of the other run's learner is left out. The other run may remove
     its checkpoint meanwhile. Files on the same disk are hard links if `link` allows that; writes to
-    one then change the other. Symbolic links in the checkpoint are left out.
+    one then change the other.
 
-    Raises NotFoundError if the checkpoint was removed, StorageError if the disk is full.
+    Raises NotFoundError if the checkpoint was removed, StorageError if the disk is full, and for a
+    symbolic link in the checkpoint.
     """
     leave_out = ["learner"] if weights_only else []
     try:

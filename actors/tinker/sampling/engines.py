@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -40,6 +40,19 @@ from ...storage.tinker_checkpoints import CheckpointFolders
 from ..fair_share import FairShare
 
 M = TypeVar("M", bound=Message)
+
+HELD_PER_FREE = 7
+"""Places that a user may hold for each place that stays free: one user alone holds seven eighths,
+two hold seven fifteenths each, and another one waits for nobody's row to end."""
+
+
+def _may_hold_more(user: str, num_held: int, num_free: int) -> bool:
+    """Return whether a user may take one of the free places of rows, or of adapters.
+
+    In a pool without users nobody else comes, and all places are used.
+    """
+    return not num_held or user == DEFAULT_USER or num_held < HELD_PER_FREE * (num_free - 1)
+
 
 # -- finding and fetching adapters -----------------------------------------------------------------
 
@@ -102,7 +115,7 @@ class Snapshots:
         if snapshot.folder is not None:
             return snapshot.folder
         if self._fetched is None:
-            self._fetched = await asyncio.to_thread(process_folder, "tinkermq-lora")
+            self._fetched = await asyncio.to_thread(process_folder, "lora")
         folder = self._place(snapshot)
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
         request = FindSnapshot(user=snapshot.user, path=snapshot.path)
@@ -165,13 +178,17 @@ def _engine_name(owner: str, source: SamplerName, path: str, seq: int) -> str:
 
 
 @dataclass
-class _Place:
+class _Loaded:
     """An adapter that is or will be in the engine."""
 
     snapshot: Snapshot
     ready: "asyncio.Task[None]"
-    users: int = 0
+    rows: Counter[str] = field(default_factory=Counter[str])
+    """Running rows by user."""
     used: float = field(default_factory=time.monotonic)
+    opened: float = field(default_factory=time.monotonic)
+    closes_for: str | None = None
+    """A user for whose waiting rows it leaves: until they begin, no more rows begin with it."""
 
     @property
     def has_failed(self) -> bool:
@@ -179,8 +196,20 @@ class _Place:
         return done and (self.ready.cancelled() or self.ready.exception() is not None)
 
 
+class _WaitingRow(NamedTuple):
+    """A row whose adapter is not in the engine, or is about to leave it."""
+
+    user: str
+    snapshot: Snapshot
+    adapter: "asyncio.Future[_Loaded]"
+
+
 class SampledAdapters:
-    """The adapters in an engine."""
+    """The adapters in an engine, by turns: no user's rows keep another's adapter out.
+
+    Only running rows hold an adapter. While a user waits for a place, no more rows begin with one
+    adapter of the user who uses most, so that its place becomes free within one row.
+    """
 
     def __init__(
         self,
@@ -197,52 +226,130 @@ class SampledAdapters:
         self._max_adapters = max_adapters
         self._fetch = fetch
         self._free = free
-        self._places: dict[str, _Place] = {}
-        self._changed = asyncio.Event()
+        self._loaded: dict[str, _Loaded] = {}
+        self._waiting: list[_WaitingRow] = []
+        """In the order of their requests."""
 
     @property
     def num_held(self) -> int:
         """Adapters in the engine."""
-        return len(self._places)
+        return len(self._loaded)
 
     def in_flight(self) -> list[Snapshot]:
         """Return the in-flight adapters in use."""
         return [
-            place.snapshot
-            for place in self._places.values()
-            if place.users and place.snapshot.source.moves
+            loaded.snapshot
+            for loaded in self._loaded.values()
+            if loaded.rows and loaded.snapshot.source.moves
         ]
 
     @contextlib.asynccontextmanager
     async def using(self, snapshot: Snapshot | None) -> AsyncIterator[str]:
-        """Hold an adapter in the engine and yield its name there; None, "": the base model.
+        """Hold an adapter in the engine for one row, and yield its name there.
 
-        Raises ModelError for an adapter that cannot be read or does not fit the base.
+        None, "": the base model. Raises ModelError for an adapter that cannot be read or does not
+        fit the base.
         """
         if snapshot is None:
             yield ""
             return
-        place = await self._acquire(snapshot)
+        loaded = await self._acquire(snapshot)
         try:
-            await asyncio.shield(place.ready)
+            await asyncio.shield(loaded.ready)
             yield snapshot.name
         finally:
-            self._release(place)
+            self._release(loaded, snapshot.user)
 
-    async def _acquire(self, snapshot: Snapshot) -> _Place:
+    async def update(self, newest: Snapshot) -> None:
+        """Replace the weights of an in-flight adapter, if it is in use; raises as `using`."""
+        loaded = self._loaded.get(newest.name)
+        if loaded is not None and loaded.rows:
+            self._update(loaded, newest)
+            await asyncio.shield(loaded.ready)
+
+    async def _acquire(self, snapshot: Snapshot) -> _Loaded:
+        future: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_WaitingRow(snapshot.user, snapshot, future))
+        self._begin_rows()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                self._begin_rows()
+            else:  # it got its adapter at that moment
+                self._release(future.result(), snapshot.user)
+            raise
+
+    def _begin_rows(self) -> None:
+        """Give rows their adapters in turn, and have adapters leave for the users who wait on."""
+        self._waiting = [row for row in self._waiting if not row.adapter.done()]  # cancelled
+        while (row := self._next_row()) is not None:
+            self._waiting.remove(row)
+            row.adapter.set_result(self._entered(row.user, row.snapshot))
+        for user in {row.user for row in self._waiting}:
+            self._close_one_for(user)
+
+    def _next_row(self) -> _WaitingRow | None:
+        """Return the next row that may begin: with an adapter that is there, or in a free place.
+
+        Free places go to the user who has the fewest, then in the order of requests.
+        """
+        absent: list[_WaitingRow] = []
+        for row in self._waiting:
+            loaded = self._loaded.get(row.snapshot.name)
+            if loaded is None:
+                absent.append(row)
+            elif not self._is_closing(loaded):
+                return row
+        num = self._num_used()
+        for row in sorted(absent, key=lambda row: num[row.user]):
+            if self._may_use_more(row.user, num) and self._has_room():
+                return row
+        return None
+
+    def _entered(self, user: str, snapshot: Snapshot) -> _Loaded:
         name = snapshot.name
-        while (place := self._places.get(name)) is None and not self._has_room():
-            self._changed.clear()
-            await self._changed.wait()
-        if place is None:
-            place = _Place(snapshot, asyncio.create_task(self._load(snapshot), name=name))
-            self._places[name] = place
-        elif snapshot.version > place.snapshot.version:
-            replacing = self._replace(place.ready, place.snapshot, snapshot)
-            task = asyncio.create_task(replacing, name=name)
-            place.snapshot, place.ready = snapshot, task
-        place.users += 1
-        return place
+        loaded = self._loaded.get(name)
+        if loaded is None:
+            loaded = _Loaded(snapshot, asyncio.create_task(self._load(snapshot), name=name))
+            self._loaded[name] = loaded
+        loaded.rows[user] += 1
+        self._update(loaded, snapshot)
+        return loaded
+
+    def _update(self, loaded: _Loaded, newest: Snapshot) -> None:
+        if newest.version > loaded.snapshot.version:
+            replacing = self._replace(loaded.ready, loaded.snapshot, newest)
+            task = asyncio.create_task(replacing, name=newest.name)
+            loaded.snapshot, loaded.ready = newest, task
+
+    def _num_used(self) -> Counter[str]:
+        """Return the number of adapters in use by user."""
+        return Counter(user for loaded in self._loaded.values() for user in loaded.rows)
+
+    def _may_use_more(self, user: str, num: Counter[str]) -> bool:
+        in_use = sum(bool(loaded.rows) for loaded in self._loaded.values())
+        return _may_hold_more(user, num[user], self._max_adapters - in_use)
+
+    def _close_one_for(self, user: str) -> None:
+        """Let an adapter in use become idle for a user who waits: of the user who uses most.
+
+        One who may not use more gives up one of the own.
+        """
+        if any(loaded.closes_for == user for loaded in self._loaded.values()):
+            return
+        num = self._num_used()
+        most = max(num.values(), default=0) if self._may_use_more(user, num) else num[user]
+        losers = {other for other in num if num[other] == most}
+        if user in losers:
+            losers = {user}
+        busy = (loaded for loaded in self._loaded.values() if not self._is_closing(loaded))
+        busy = (loaded for loaded in busy if not losers.isdisjoint(loaded.rows))
+        if (oldest := min(busy, key=lambda loaded: loaded.opened, default=None)) is not None:
+            oldest.closes_for = user
+
+    def _is_closing(self, loaded: _Loaded) -> bool:
+        return any(row.user == loaded.closes_for for row in self._waiting)
 
     async def _load(self, snapshot: Snapshot) -> None:
         folder = await self._fetch(snapshot)
@@ -256,26 +363,28 @@ class SampledAdapters:
 
     def _has_room(self) -> bool:
         """Whether there is a place; an idle adapter is dropped for it."""
-        if len(self._places) < self._max_adapters:
+        if len(self._loaded) < self._max_adapters:
             return True
-        idle = [place for place in self._places.values() if not place.users]
+        idle = [loaded for loaded in self._loaded.values() if not loaded.rows]
         if not idle:
             return False
-        self._drop(min(idle, key=lambda place: place.used))
+        self._drop(min(idle, key=lambda loaded: loaded.used))
         return True
 
-    def _drop(self, place: _Place) -> None:
-        del self._places[place.snapshot.name]
-        place.ready.cancel()  # no longer awaited
-        self._engine.drop_adapter(place.snapshot.name)
-        self._free(place.snapshot)
+    def _drop(self, loaded: _Loaded) -> None:
+        del self._loaded[loaded.snapshot.name]
+        loaded.ready.cancel()  # no longer awaited
+        self._engine.drop_adapter(loaded.snapshot.name)
+        self._free(loaded.snapshot)
 
-    def _release(self, place: _Place) -> None:
-        place.users -= 1
-        place.used = time.monotonic()
-        if place.has_failed and self._places.get(place.snapshot.name) is place:
-            self._drop(place)  # the next request loads it again
-        self._changed.set()
+    def _release(self, loaded: _Loaded, user: str) -> None:
+        loaded.rows[user] -= 1
+        loaded.rows += Counter()  # without users who have none
+        loaded.used = time.monotonic()
+        is_over = loaded.has_failed or (not loaded.rows and self._is_closing(loaded))
+        if is_over and self._loaded.get(loaded.snapshot.name) is loaded:
+            self._drop(loaded)  # the next row loads it again
+        self._begin_rows()
 
 
 # -- starting the engine ---------------------------------------------------------------------------
@@ -319,9 +428,6 @@ async def open_engine(config: JobConfig) -> SampledBase:
 
 QUANTUM = 2048
 """Tokens of one user's turn."""
-HELD_PER_FREE = 7
-"""Places that a user may hold for each place that stays free: one user alone holds seven eighths,
-two hold seven fifteenths each, and another one waits for nobody's row to end."""
 
 
 @dataclass
@@ -343,15 +449,14 @@ class Place:
 class FairSlots:
     """Places in an engine, by turns: no user waits for all requests of another.
 
-    Users leave some places free, for those who come later. In a pool without users nobody else
-    comes, and all places are used.
+    Users leave some places free, for those who come later.
     """
 
     def __init__(self, num_places: int, quantum: int = QUANTUM) -> None:
         """Offer `num_places`."""
         self.turns = FairShare(quantum)
         """The users' turns."""
-        self._free = num_places
+        self._free: int = num_places
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[_WaitingRequest]] = {}
 
@@ -387,7 +492,10 @@ class FairSlots:
 
     def _assign_places(self) -> None:
         while self._free:
-            user = self.turns.choose(list(filter(self._may_hold_more, self._users_waiting())))
+            waits = self._users_waiting()
+            user = self.turns.choose(
+                [user for user in waits if _may_hold_more(user, self._held[user], self._free)]
+            )
             if user is None:
                 return
             waiting = self._waiting[user].popleft()
@@ -395,10 +503,6 @@ class FairSlots:
             self._free -= 1
             self._held[user] += 1
             waiting.place.set_result(None)
-
-    def _may_hold_more(self, user: str) -> bool:
-        held = self._held[user]
-        return not held or user == DEFAULT_USER or held < HELD_PER_FREE * (self._free - 1)
 
     def _users_waiting(self) -> list[str]:
         """Return the users who wait, without cancelled requests."""
@@ -416,9 +520,10 @@ class FairSlots:
 class MeteredEngine:
     """An engine with places by turns, which counts each user's tokens."""
 
-    def __init__(self, engine: AdapterEngine, max_requests: int) -> None:
-        """Compute `max_requests` at a time."""
+    def __init__(self, engine: AdapterEngine, adapters: SampledAdapters, max_requests: int) -> None:
+        """Compute `max_requests` at a time, with any of the adapters."""
         self._engine = engine
+        self._adapters = adapters
         self._places = FairSlots(max_requests)
         self.weights = self._places.turns.weights
         """Weights of users, relative to each other."""
@@ -440,7 +545,7 @@ class MeteredEngine:
         sampling: Sampling,
         *,
         request_id: str,
-        adapter: str,
+        adapter: Snapshot | None,
         on_token: OnToken | None = None,
         images: Sequence[bytes] = (),
     ) -> Generation:
@@ -449,7 +554,10 @@ class MeteredEngine:
         Cancelling the task cancels the request; tokens drawn until then are counted.
         """
         num_prompt = len(prompt_ids)
-        async with self._places.place(user, num_prompt + sampling.max_new_tokens) as place:
+        async with (
+            self._places.place(user, num_prompt + sampling.max_new_tokens) as place,
+            self._adapters.using(adapter) as name,
+        ):
             generating = asyncio.ensure_future(
                 self._engine.generate(
                     prompt_ids,
@@ -457,7 +565,7 @@ class MeteredEngine:
                     request_id=request_id,
                     on_token=on_token,
                     images=images,
-                    adapter=adapter,
+                    adapter=name,
                 )
             )
             try:
@@ -472,19 +580,28 @@ class MeteredEngine:
         return made
 
     async def score(
-        self, user: str, prompt_ids: IntVector, *, request_id: str, top_k: int, adapter: str
+        self,
+        user: str,
+        prompt_ids: IntVector,
+        *,
+        request_id: str,
+        top_k: int,
+        adapter: Snapshot | None,
     ) -> PromptScores:
         """Score a prompt for a user as `AdapterEngine.score` does, without counting tokens."""
-        async with self._places.place(user, len(prompt_ids)):
+        async with (
+            self._places.place(user, len(prompt_ids)),
+            self._adapters.using(adapter) as name,
+        ):
             return await self._engine.score(
-                prompt_ids, request_id=request_id, top_k=top_k, adapter=adapter
+                prompt_ids, request_id=request_id, top_k=top_k, adapter=name
             )
 
 
 class EngineOfUser:
     """An engine and adapter for one request of a user."""
 
-    def __init__(self, engine: MeteredEngine, user: str, adapter: str) -> None:
+    def __init__(self, engine: MeteredEngine, user: str, adapter: Snapshot | None) -> None:
         self._engine = engine
         self._user = user
         self._adapter = adapter

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import structlog
@@ -169,7 +169,6 @@ class PathAnswers:
         self,
         chat: ChatTokenizer,
         engine: engines.MeteredEngine,
-        adapters: engines.SampledAdapters,
         find: Callable[[str, str], Awaitable[engines.Snapshot | None]],
         *,
         max_context: int,
@@ -181,7 +180,6 @@ class PathAnswers:
         """
         self._chat = chat
         self._engine = engine
-        self._adapters = adapters
         self._find = find
         self._max_context = max_context
         self._grammars = OutputGrammars(chat)
@@ -207,39 +205,19 @@ class PathAnswers:
         self, request: ChatRequest | CompletionRequest, tell: Tell[InferPart], user: str
     ) -> InferPart:
         with self._counted(user, request):
-            async with contextlib.AsyncExitStack() as using:
-                snapshot = await self._find(user, request.adapter)
-                adapter = await self._loaded(using, snapshot, request)
-                answers = Answers(
-                    engines.EngineOfUser(self._engine, user, adapter),
-                    self._chat,
-                    lambda: request.adapter,
-                    max_context=self._max_context,
-                    max_open=MAX_ANSWERS,
-                    grammars=self._grammars,
-                    user=user,
-                )
-                if isinstance(request, ChatRequest):
-                    return await answers.chat(request, tell)
-                return await answers.complete(request, tell)
-
-    async def _loaded(
-        self,
-        using: contextlib.AsyncExitStack,
-        snapshot: engines.Snapshot | None,
-        request: ChatRequest | CompletionRequest,
-    ) -> str:
-        """Return an adapter's name in the engine, which holds it while `using` is open."""
-        try:
-            async with asyncio.timeout(request.deadline_s):
-                return await using.enter_async_context(self._adapters.using(snapshot))
-        except TimeoutError as error:
-            if isinstance(error, errors.DeadlineError):
-                raise
-            raise errors.DeadlineError(
-                f"{request.adapter} got no place in its sampler within {request.deadline_s:g} s",
-                hint="ask again, allow more time, or raise tinker.sampled_at_once",
-            ) from None
+            snapshot = await self._find(user, request.adapter)
+            answers = Answers(
+                engines.EngineOfUser(self._engine, user, snapshot),
+                self._chat,
+                lambda: request.adapter,
+                max_context=self._max_context,
+                max_open=MAX_ANSWERS,
+                grammars=self._grammars,
+                user=user,
+            )
+            if isinstance(request, ChatRequest):
+                return await answers.chat(request, tell)
+            return await answers.complete(request, tell)
 
     @contextlib.contextmanager
     def _counted(self, user: str, request: ChatRequest | CompletionRequest) -> Iterator[None]:
@@ -307,14 +285,13 @@ class Sampler:
         self._adapters = engines.SampledAdapters(
             base.engine, at_once, snapshots.fetch, snapshots.free
         )
-        self._metered = engines.MeteredEngine(base.engine, base.num_requests)
+        self._metered = engines.MeteredEngine(base.engine, self._adapters, base.num_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
         self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
         self._answers = PathAnswers(
             base.chat,
             self._metered,
-            self._adapters,
             self._admitted,
             max_context=base.max_context,
         )
@@ -365,8 +342,7 @@ class Sampler:
             try:
                 newest = await self._snapshots.find(running.user, running.source)
                 if newest.version > running.version:
-                    async with self._adapters.using(newest):
-                        pass
+                    await self._adapters.update(newest)
             except errors.TinkermqError as error:  # samples continue with their weights
                 _log.warning("adapter_not_updated", adapter=running.name, error=error.message)
 
@@ -453,25 +429,28 @@ class Sampler:
         self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
     ) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
-        async with self._adapters.using(snapshot) as adapter:
-            scored = asyncio.ensure_future(self._score(user, prompt, body, adapter))
-            drawn = [
-                asyncio.ensure_future(self._draw(user, prompt, body, number, adapter))
-                for number in range(body.num_samples)
-            ]
-            try:
-                made = await asyncio.gather(*drawn)
-                scores = await scored
-                self._metered.count(user, len(prompt))
-            finally:
-                for number, task in enumerate(drawn):
-                    if not task.done():
-                        self._engine.cancel(_name_of(body, number))
-                await end_tasks((scored, *drawn))
-        return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
+        scored = asyncio.ensure_future(self._score(user, prompt, body, snapshot))
+        drawn = [
+            asyncio.ensure_future(self._draw(user, prompt, body, number, snapshot))
+            for number in range(body.num_samples)
+        ]
+        try:
+            await asyncio.gather(scored, *drawn)
+            self._metered.count(user, len(prompt))
+        finally:
+            for number, task in enumerate(drawn):
+                if not task.done():
+                    self._engine.cancel(_name_of(body, number))
+            await end_tasks((scored, *drawn))
+        made, with_logprobs = [task.result() for task in drawn], bool(body.prompt_logprobs)
+        return write_samples(made, scored.result(), with_logprobs=with_logprobs)
 
     async def _score(
-        self, user: str, prompt: NDArray[np.int32], body: SampleBody, adapter: str
+        self,
+        user: str,
+        prompt: NDArray[np.int32],
+        body: SampleBody,
+        adapter: engines.Snapshot | None,
     ) -> PromptScores | None:
         if not (body.prompt_logprobs or body.topk_prompt_logprobs):
             return None
@@ -482,7 +461,12 @@ class Sampler:
         )
 
     async def _draw(
-        self, user: str, prompt: NDArray[np.int32], body: SampleBody, number: int, adapter: str
+        self,
+        user: str,
+        prompt: NDArray[np.int32],
+        body: SampleBody,
+        number: int,
+        adapter: engines.Snapshot | None,
     ) -> Sampled:
         params = body.sampling_params
         room = max(1, self._max_context - len(prompt))
@@ -509,14 +493,15 @@ class Sampler:
         return Sampled(made.token_ids[:num], made.logprobs[:num], ended)
 
     def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[tuple[int, ...], list[str]]:
-        """Return the stop tokens and stop texts; by default the model's end token."""
-        if stop is None:
-            end = cast("int | None", self._chat.tokenizer.eos_token_id)
-            return (() if end is None else (end,)), []
-        if isinstance(stop, str):
-            return (), [stop]
-        ids = tuple(item for item in stop if isinstance(item, int))
-        return ids, [item for item in stop if isinstance(item, str)]
+        """Return the stop tokens and stop texts.
+
+        Texts are added to the model's own end tokens, tokens replace them, and `[]` has neither.
+        """
+        listed = [stop] if isinstance(stop, str) else stop
+        texts = [item for item in listed or () if isinstance(item, str)]
+        if listed is None or texts:
+            return self._chat.end_token_ids, [text for text in texts if text]
+        return tuple(item for item in listed if isinstance(item, int)), []
 
 
 def _name_of(body: SampleBody, number: int) -> str:

@@ -27,6 +27,7 @@ from ....schemas.wire.errors import ModelError, NotFoundError, StateError, Tinke
 from ...policy.adapted_layers import AdaptedLayers
 from ...policy.devices import exact_products
 from ...policy.lora import check_base
+from ...storage.held_models import held_models
 from ...training.model import Scorer, load_model
 from ...training.parallel import Parallel
 from ...training.varlen import AttentionKey
@@ -121,7 +122,9 @@ class AdapterTrainer:
         model = load_model(config, learner)
         if device is not None:
             cast(nn.Module, model).to(device)
-        return cls(model, base_model=base_model or folder, base_path=folder, **options)
+        return cls(
+            model, base_model=base_model or folder, base_path=held_models.named(folder), **options
+        )
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
         """Give a model a new adapter, which does not change the base model's results.

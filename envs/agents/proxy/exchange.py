@@ -14,16 +14,12 @@ from starlette.responses import Response
 
 from ....schemas.http_server import Receive, Scope, Send
 from ....schemas.model_apis.answers import ModelApi, retry_headers
-from ....schemas.model_apis.chat import CHAT
 from ....schemas.model_apis.messages import MESSAGES
 from ....schemas.model_apis.request import RequestError
-from ....schemas.model_apis.responses import RESPONSES
 from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
-from ..episode import ContextTooLong, EpisodeOver
+from ..episode import ContextTooLong
 
 _COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
-_OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
-"""Statuses that make programs stop calling once their episode is over."""
 _LARGE = 32 << 10
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _STREAM = (
@@ -153,8 +149,7 @@ class EventStream:
 
 def error_answer(error: TinkermqError, api: ModelApi) -> JsonAnswer:
     """Return the answer for an error."""
-    status = status_of(error, api)
-    return JsonAnswer(worded(error, api), status, retry_headers(error, status))
+    return JsonAnswer(worded(error, api), error.status, retry_headers(error, error.status))
 
 
 def dumped(value: Any) -> bytes:
@@ -168,15 +163,10 @@ def _too_large(most: int) -> TooLarge:
     )
 
 
-def status_of(error: TinkermqError, api: ModelApi) -> int:
-    """Return the HTTP status of an error."""
-    return _OVER[api] if isinstance(error, EpisodeOver) else error.status
-
-
 def worded(error: TinkermqError, api: ModelApi) -> dict[str, Any]:
     """Return an error in the form of the API."""
     error = _own_words(error, api) if isinstance(error, ContextTooLong) else error
-    return api.error(error, status_of(error, api))
+    return api.error(error, error.status)
 
 
 def _own_words(error: ContextTooLong, api: ModelApi) -> ContextTooLong:

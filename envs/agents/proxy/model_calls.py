@@ -210,9 +210,9 @@ def _request(
     opened: OpenEpisode, model_request: ModelRequest, api: ModelApi, is_retry: bool
 ) -> CallRequest:
     """Return the message to the generator; RequestError for values out of bounds."""
-    if model_request.without_effect:
-        names = dict.fromkeys(name[:_NAME_CHARS] for name in model_request.without_effect)
-        model_request = replace(model_request, without_effect=tuple(names)[:_MOST_NAMES])
+    if without_effect := (*model_request.without_effect, *model_request.ignored):
+        names = tuple(dict.fromkeys(name[:_NAME_CHARS] for name in without_effect))
+        model_request = replace(model_request, without_effect=names[:_MOST_NAMES], ignored=())
     previous = _previous(opened, model_request.previous) if model_request.previous else None
     try:
         return call_request(

@@ -11,7 +11,14 @@ import pytest
 from tinkermq.actors.learner.evaluations import Evaluations
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    create_shared,
+    delete_stream,
+    purge,
+    stream_info,
+)
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.tasks import Lease, TaskQueue, ValidationLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.load_config import parse_config
@@ -129,6 +136,36 @@ async def test_a_version_is_reported_when_its_last_task_is_played(
         assert learner.heard >= NUM_VAL
         state = (await stream_info(broker, validated.stream_validation))["state"]
         assert state["messages"] == 0
+
+
+@pytest.mark.parametrize("lost", ["record", "bucket", "tasks"])
+async def test_an_evaluation_ends_though_the_broker_has_lost_what_it_held_of_it(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope, lost: str
+) -> None:
+    await create_job_streams(own_broker, own_scope, LimitsConfig(), validation=True)
+    async with learning(own_broker, own_scope) as learner:
+        for version in (1, 2):
+            await learner.evaluations.request(version)
+            await learner.play(NUM_VAL)
+            await asyncio.wait_for(learner.evaluations.wait_all(), PATIENCE_S)
+        await learner.evaluations.request(3)
+        stream, tasks = own_scope.stream_validation, own_scope.validation_task("*", "*")
+
+        async def all_queued() -> bool:
+            return (await stream_info(own_broker, stream))["state"]["messages"] == NUM_VAL
+
+        await eventually(all_queued, "the tasks to be queued")
+        if lost == "record":
+            await Bucket(own_broker, BUCKET_EVALS, EvalRecord).purge(f"{own_scope.key}.3")
+        elif lost == "bucket":
+            await delete_stream(own_broker, f"KV_{BUCKET_EVALS}")
+            await create_shared(own_broker)
+        else:
+            await purge(own_broker, stream, tasks)
+            own_server.restart()
+        await learner.play(NUM_VAL)
+        await asyncio.wait_for(learner.evaluations.wait_all(), PATIENCE_S)
+        assert [version for version, _ in learner.reported] == [1, 2, 3]
 
 
 async def test_more_metrics_than_a_record_holds_are_left_out_and_counted(

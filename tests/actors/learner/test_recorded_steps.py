@@ -1,19 +1,24 @@
 """A learner that starts again finds every task that was issued, while generators go on."""
 
 import asyncio
+import hashlib
+import json
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.learner.intake import CheckedEntry, Drops, Intake
 from tinkermq.actors.learner.recorded_steps import RecordedSteps
+from tinkermq.actors.learner.rewind import records_behind
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import BatchRecord, Task
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.contexts import job_context
@@ -78,3 +83,27 @@ async def test_a_task_that_is_finished_while_a_learner_reads_is_not_issued_again
     reading.cancel()
     await context.service.stop(0)
     assert (following.number, following.index) == (NUM_TASKS, NUM_TASKS)
+
+
+def _num_sent(server: NatsServer) -> int:
+    """Return the number of messages that the server has sent to all clients."""
+    with urllib.request.urlopen(f"{server.monitor_url}/varz") as reply:
+        return json.load(reply)["out_msgs"]
+
+
+async def test_a_learner_of_a_long_run_reads_the_records_since_its_checkpoint_only(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    batches, log, last = BatchLog(own_broker, own_scope), RolloutLog(own_broker, own_scope), 0
+    group = make_group([make_trajectory([1, 2], [([3], [])], [1.0])])
+    await log.append(group)
+    digest = hashlib.sha256(hashlib.sha256(group.to_bytes()).digest()).hexdigest()
+    for step in range(1, 1501):
+        record = BatchRecord(
+            step=step, seqs=[1], tasks=[step], seed=0, digest=digest, learner="l", time=0.0
+        )
+        last = await batches.append(record, last)
+    before = _num_sent(own_server)
+    behind = await records_behind(batches, log, 1480)
+    assert [record.step for record in behind] == list(range(1481, 1501))
+    assert _num_sent(own_server) - before < 100

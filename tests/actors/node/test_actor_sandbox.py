@@ -18,6 +18,8 @@ from tinkermq.actors.node.sandbox import (
     SandboxStarter,
     check_programs,
 )
+from tinkermq.envs.sandbox import bubblewrap
+from tinkermq.envs.sandbox.piped import LocalPipedProgram, PipedSettings
 from tinkermq.envs.sandbox.sandbox import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
@@ -92,7 +94,9 @@ def host(run_dir: Path, **changes: object) -> WantedActor:
 async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = ["data.jsonl", "games/lists", "runs/bob/r/rollouts", "runs/ada/r/own", "node.creds"]
+    shard = "saved/data-00000-of-00001.arrow"
+    files = ["data.jsonl", shard, "games/lists", "saved/notes", "runs/bob/r/rollouts"]
+    files += ["runs/ada/r/own", "node.creds"]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -102,7 +106,7 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "games"))
     wanted = host(
         tmp_path / "runs/ada/r",
-        reads=[str(tmp_path / name) for name in ("data.jsonl", "node.creds", "")],
+        reads=[str(tmp_path / name) for name in ("data.jsonl", "saved", "node.creds", "")],
     )
     paths = [str(tmp_path / name) for name in files]
     paths += [f"/proc/{os.getpid()}/environ", "/etc/shadow"]
@@ -111,7 +115,7 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.exit_code == 0, sink.lines
     seen = json.loads(sink.lines[-1])
-    assert seen["read"] == ["data.jsonl", "games/lists", None, None, None, None, None]
+    assert seen["read"] == ["data.jsonl", shard, "games/lists", *[None] * 6]
     assert len(seen["pids"]) == 2  # bubblewrap's first one and itself
     assert {"ALFWORLD_DATA", "PATH", "TINKERMQ_NATS_URL"} <= set(seen["environ"])
     assert "HF_TOKEN" not in seen["environ"]
@@ -291,6 +295,81 @@ async def test_a_data_file_that_leads_to_what_is_nobodys_business_is_refused(
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.state == "failed"
     assert f"leads to {tmp_path / to}, which is not a dataset" in actor.status.error
+
+
+class Replaced:
+    """A data file, in whose place, or that of its folder, a link to another user's appears."""
+
+    def __init__(self, folder: Path, *, whole_folder: bool) -> None:
+        folder.chmod(0o755)
+        own, secret = folder / "data", folder / "runs/bob/r"
+        for place, text in ((own, "own"), (secret, "secret")):
+            place.mkdir(parents=True)
+            (place / "rows.jsonl").write_text(text)
+            (place / "rows.jsonl").chmod(0o644)
+        self.file = own / "rows.jsonl"
+        self._changed = own if whole_folder else self.file
+        self._target = secret if whole_folder else secret / "rows.jsonl"
+
+    @property
+    def is_link(self) -> bool:
+        return self._changed.is_symlink()
+
+    def replace(self) -> None:
+        if not self.is_link:
+            self._changed.rename(self._changed.with_name("before"))
+            self._changed.symlink_to(self._target)
+
+
+@pytest.mark.parametrize("whole_folder", [False, True])
+@pytest.mark.parametrize("after", ["realpath", "command_line"])
+async def test_a_data_file_that_a_link_replaces_after_the_check_shows_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, whole_folder: bool
+) -> None:
+    data = Replaced(tmp_path, whole_folder=whole_folder)
+    module = os.path if after == "realpath" else bubblewrap
+    first = getattr(module, after)
+
+    def then_replaced(of: object, **options: object) -> object:
+        result = first(of, **options)
+        if after == "command_line" or str(of) == str(data.file):
+            data.replace()
+        return result
+
+    monkeypatch.setattr(module, after, then_replaced)
+    reads, roots = [str(data.file)], [str(tmp_path / "runs")]
+    wanted = host(tmp_path / "runs/ada/r", reads=reads, output_roots=roots, max_restarts=0)
+    sink = Sink()
+    actor = process(wanted, sink, "cat", *reads)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert data.is_link
+    if after == "realpath":
+        assert actor.status.state == "failed"
+        assert "a part of its path has become a link" in actor.status.error
+    else:  # what was opened is mounted
+        assert sink.lines == ["own"]
+
+
+def test_a_program_of_a_game_is_shown_what_was_open_when_it_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    shown, secret = tmp_path / "shown", tmp_path / "secret"
+    for folder in (shown, secret):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+
+    def checked(name: str, real: Path) -> None:
+        assert (name, real) == (str(shown), shown)
+        shown.rename(tmp_path / "before")
+        shown.symlink_to(secret)
+
+    output = tmp_path / "output"
+    settings = PipedSettings(command=["cat", str(shown / "file")], read=[str(shown)])
+    with output.open("wb") as out:
+        program = LocalPipedProgram(settings, out.fileno(), out.fileno(), may_read=checked)
+        assert program.end(PATIENCE_S) == "exited with code 0"
+    assert output.read_text() == "shown"
 
 
 DRAIN = """

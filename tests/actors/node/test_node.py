@@ -564,6 +564,8 @@ async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path
             while not any(one.done() for one in asking):
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(sorted, [2, 1])  # as what starts an actor does
+            other = ModelQuestion(model=hollow_model(), user="bob")
+            assert (await lookout.answer(other)).done, "another user's look is not held up"
     finally:
         os.close(os.open(tmp_path / "model.safetensors", os.O_WRONLY))
         answers = await asyncio.gather(*asking)

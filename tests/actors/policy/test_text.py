@@ -245,11 +245,14 @@ def test_ordinary_texts_have_the_tokens_of_transformers(tokenizer) -> None:
     for text in ("ab", " a b ", "a < b > c", "[a] | {b}", "\n", "a\n\nb", "<|no|>"):
         messages = [
             {"role": "system", "content": text},
-            {"role": "user", "content": [{"type": "text", "text": text}]},
+            {"role": "user", "content": text},
             {"role": "assistant", "content": f"<think>{text}</think>{text}"},
             {"role": "user", "content": text},
         ]
-        assert chat.prompt(messages) == rendered(tokenizer, messages), text
+        expected = rendered(tokenizer, messages)
+        assert chat.prompt(messages) == expected, text
+        in_parts = {"role": "user", "content": [{"type": "text", "text": text}]}
+        assert chat.prompt([messages[0], in_parts, *messages[2:]]) == expected, text
         assert specials_of(tokenizer, chat.prompt(messages)).count("<s>") == 1
 
 

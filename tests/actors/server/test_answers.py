@@ -125,6 +125,25 @@ def asked(request: pytest.FixtureRequest) -> Asked:
     return Asked(TOKENIZERS[request.param]())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_likely_tokens_with_one_text_the_likeliest_has_its_number(*, stream: bool) -> None:
+    asked = Asked(make_tokenizer())
+    parts = [asked.chat.encode(letter)[0] for letter in "é€"]  # bytes of unfinished characters
+    text = asked.chat.token_text(parts[0])
+    assert parts[0] != parts[1]
+    assert text == asked.chat.token_text(parts[1])
+    (plain,) = asked.chat.encode("a")
+    asked.engine.top = ((parts[0], -0.5), (plain, -1.0), (parts[1], -3.0))
+    made = await asked.ask(
+        asked.chat.encode("b"), COMPLETIONS, prompt="a", logprobs=3, stop="no", stream=stream
+    )
+    told = made[0]["choices"][0]["logprobs"]
+    assert told["top_logprobs"] == [{text: -0.5, "a": -1.0}]
+    ((other,),) = told["repeated_top_logprobs"]
+    assert other["logprob"] == -3.0
+    assert bytes(other["bytes"]) == asked.chat.token_bytes(parts[1])
+
+
 async def test_log_probs_of_a_long_answer_come_in_several_messages() -> None:
     asked = Asked(make_tokenizer())
     ids = asked.chat.encode("é. " * 300)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from tinkermq.actors.policy.model_folder import (
     load_tokenizer,
     stored_shapes,
 )
+from tinkermq.actors.storage.access import refuse_links_to_others
 from tinkermq.actors.storage.adapters import adapter_settings
-from tinkermq.actors.storage.files import check_digests, read_table
+from tinkermq.actors.storage.files import check_digests, read_table, write_digests
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ModelError, StorageError
 
 from tests.support.models import make_tiny_model
@@ -65,12 +69,67 @@ def test_a_table_of_digests_does_not_follow_links(tmp_path: Path) -> None:
     secret.write_text("it is there")
     (folder / "model.safetensors").symlink_to(secret)
     write_table(folder, "model.safetensors", hashlib.sha256(secret.read_bytes()).hexdigest())
-    with pytest.raises(StorageError, match=r"model.safetensors is missing"):
+    with pytest.raises(StorageError, match=r"model\.safetensors is a link, which") as told:
         check_digests(folder)
+    assert "cp -rL model.safetensors" in told.value.hint
     (folder / "inner").symlink_to(tmp_path)
     write_table(folder, "inner/secret")
-    with pytest.raises(StorageError, match="inner/secret is missing"):
+    with pytest.raises(StorageError, match="inner is a link, which is not followed"):
         check_digests(folder)
+    (folder / "SHA256SUMS").rename(tmp_path / "table")
+    (folder / "SHA256SUMS").symlink_to(tmp_path / "table")
+    with pytest.raises(StorageError, match="SHA256SUMS is a link"):
+        check_digests(folder)
+
+
+def in_cache(model: Path, cache: Path) -> Path:
+    """Move a model into a folder as Hugging Face's cache keeps it; return its snapshot."""
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / "0a1b"
+    for folder in (blobs, snapshot / "inner"):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(path for path in model.rglob("*") if path.is_file())):
+        file.rename(blobs / str(number))
+        link = snapshot / file.relative_to(model)
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+def test_a_model_in_hugging_faces_cache_is_read_through_its_links(
+    model: Path, tmp_path: Path, with_table: bool
+) -> None:
+    (model / "inner").mkdir()
+    (model / "inner" / "notes").write_text("x")
+    if with_table:
+        write_digests(model)
+    snapshot = in_cache(model, tmp_path / "models--org--tiny")
+    config = parse_config({"model": {"path": str(snapshot)}, "env": {"game": "bandit"}})
+    root = tmp_path / "runs"
+    record = JobRecord(
+        job="j",
+        name="r",
+        user="ada",
+        state="STARTING",
+        config={},
+        created=0.0,
+        run_dir=str(root / "ada" / "r"),
+        output_roots=[str(root)],
+    )
+    refuse_links_to_others(record, config)
+    check_model_is_here(str(snapshot))
+    check_model_alike(str(snapshot))
+    assert load_tokenizer(str(snapshot)).vocab_size
+    assert load_causal_lm(str(snapshot), dtype=_float32())
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    for target in (secret, snapshot / "config.json", tmp_path / "models--org--tiny" / "blobs"):
+        link = snapshot / "inner" / "notes"
+        link.unlink()
+        link.symlink_to(target)
+        if with_table:
+            os.utime(snapshot / "SHA256SUMS", follow_symlinks=False)  # it is compared anew
+            with pytest.raises(StorageError, match=r"inner/notes (is a link|differs)"):
+                check_digests(snapshot)
 
 
 @pytest.mark.parametrize("name", OUT)

@@ -57,6 +57,8 @@ from tests.support.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED: Any = [{"role": "user", "content": "hi"}]
 CONTEXT = 96
+ENDS = (1, 200)
+"""Ends of the model: of its tokenizer, and a second one of its generation_config.json."""
 
 
 @dataclass
@@ -136,6 +138,7 @@ async def offered(_: Empty) -> TrainerOffers:
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("paths")
     model = make_tiny_model(folder / "base")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ENDS)}))
     states = folder / "states"
     config = JobConfig.model_validate(
         {"model": {"path": str(model)}, "env": {"game": ""}, "tinker": {"base": "org/tiny"}}
@@ -334,8 +337,11 @@ async def test_samples_end_with_the_token_that_completes_a_stop_text(served: Ser
     decode: Any = load_tokenizer(str(served.model)).decode
 
     def completed(ids: list[int], stops: list[str]) -> int | None:
-        wholes = (decode(ids[:num]).rstrip("�") for num in range(1, len(ids) + 1))
-        return next((n for n, w in enumerate(wholes, 1) if any(s in w for s in stops)), None)
+        for num, token in enumerate(ids, 1):
+            text = decode(ids[:num]).rstrip("�")
+            if token in ENDS or any(stop in text for stop in stops):
+                return num
+        return None
 
     text = decode(free[0][0])
     certain = [place for place in range(3, 40) if "�" not in text[place : place + 2]]
@@ -358,6 +364,32 @@ async def test_samples_end_with_the_token_that_completes_a_stop_text(served: Ser
             assert one[2] == (1 if num is None else 0)
             ended += num is not None
         assert ended or wanted == ["never"]
+
+
+async def test_stop_texts_are_added_to_the_ends_of_the_model(served: Served) -> None:
+    (first, second), all_ends = ENDS, {*ENDS}
+    assert {*served.chat.end_token_ids} >= all_ends
+    met: set[int] = set()
+    for seq in range(40, 60):
+        free = await sampled(served, 10 * seq, stop=[], seed=seq)
+        cases: list[tuple[Any, set[int]]] = [
+            (None, all_ends),
+            ("never", all_ends),
+            ("", all_ends),
+            (["never", "ever"], all_ends),
+            ([first], {first}),
+            ([second], {second}),
+        ]
+        for place, (stop, ends) in enumerate(cases, 1):
+            ended = await sampled(served, 10 * seq + place, stop=stop, seed=seq)
+            for one, whole in zip(ended, free, strict=True):
+                num = next((n for n, token in enumerate(whole[0], 1) if token in ends), None)
+                assert one[0] == whole[0][:num]
+                assert one[2] == (1 if num is None else 0)
+                met |= set() if num is None else {one[0][-1]}
+        if met >= all_ends:
+            return
+    raise AssertionError("no sample had both ends of the model")
 
 
 async def test_a_number_that_no_engine_holds_is_refused_and_ends_no_sampler(served: Served) -> None:

@@ -1,6 +1,9 @@
 """Which adapters a sampler's engine holds, and what is told of a prompt."""
 
 import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName
 from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
+from tinkermq.schemas.wire.subjects import DEFAULT_USER
 
 from tests.support.cancelling import cancel_everywhere
 from tests.support.models import make_tiny_model, until
@@ -34,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_an_idle_adapter_gives_way_and_where_all_work_one_waits(base: Path) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
     adapters = held(engine, 2)
-    places = [snapshot(base, number) for number in range(3)]
+    places = [snapshot(base, number, user=DEFAULT_USER) for number in range(3)]
     async with adapters.using(None) as name:
         assert name == ""
     async with adapters.using(places[1]) as second, adapters.using(places[0]) as first:
@@ -64,12 +68,14 @@ def held(engine: TransformersEngine, most: int, freed: list[str] | None = None) 
     return SampledAdapters(engine, most, fetch, free)
 
 
-def snapshot(base: Path, number: int, *, moves: bool = False, version: int = 0) -> Snapshot:
+def snapshot(
+    base: Path, number: int, *, moves: bool = False, version: int = 0, user: str = "ada"
+) -> Snapshot:
     """Return one of the trainer's adapters."""
     path = CheckpointName(ModelName("s", 0), "sampler_weights", f"c{number}")
     source = SamplerName.of_checkpoint("s", 0, path, moves=moves)
     name = "moving" if moves else str(number)
-    return Snapshot(name, version, "ada", source, str(path), base.parent / str(number))
+    return Snapshot(name, version, user, source, str(path), base.parent / str(number))
 
 
 async def one_token(engine: TransformersEngine, adapters: SampledAdapters, wanted: Snapshot) -> str:
@@ -119,10 +125,10 @@ async def test_what_was_drawn_for_a_cancelled_sample_counts_and_its_place_is_fre
     base: Path,
 ) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=4, max_context=1000)
-    metered = MeteredEngine(engine, 1)
+    metered = MeteredEngine(engine, held(engine, 1), 1)
     drawn: list[Drawn] = []
     sample = metered.generate(
-        "ada", [1], Sampling(990), request_id="long", adapter="", on_token=drawn.append
+        "ada", [1], Sampling(990), request_id="long", adapter=None, on_token=drawn.append
     )
     running = asyncio.create_task(sample)
     await until(lambda: len(drawn) > 3)
@@ -130,21 +136,21 @@ async def test_what_was_drawn_for_a_cancelled_sample_counts_and_its_place_is_fre
     with pytest.raises(asyncio.CancelledError):
         await running
     assert len(drawn) <= metered.tokens["ada"] < 990
-    await metered.generate("bob", [1], Sampling(2), request_id="next", adapter="")
+    await metered.generate("bob", [1], Sampling(2), request_id="next", adapter=None)
     assert metered.tokens["bob"] == 2
     await engine.close()
 
 
 async def test_another_users_rows_begin_while_ones_own_fill_the_engine(base: Path) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=8, max_context=1000)
-    metered = MeteredEngine(engine, 8)
+    metered = MeteredEngine(engine, held(engine, 1), 8)
     steps: list[Drawn] = []
 
     async def draw(user: str, number: int, tokens: int) -> None:
         note = steps.append if (user, number) == ("ada", 0) else None
         name = f"{user}-{number}"
         await metered.generate(
-            user, [1], Sampling(tokens), request_id=name, adapter="", on_token=note
+            user, [1], Sampling(tokens), request_id=name, adapter=None, on_token=note
         )
 
     many = [asyncio.create_task(draw("ada", number, 990)) for number in range(32)]
@@ -156,6 +162,64 @@ async def test_another_users_rows_begin_while_ones_own_fill_the_engine(base: Pat
     for task in many:
         task.cancel()
     await asyncio.wait(many)
+    await engine.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+async def test_a_user_gets_an_adapter_while_anothers_rows_use_all_of_theirs(
+    base: Path, most: int
+) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=8, max_context=1000)
+    adapters = held(engine, most)
+    metered = MeteredEngine(engine, adapters, 8)
+    drawn: Counter[str] = Counter()
+
+    async def rows_forever(user: str, numbers: Sequence[int], row: int) -> None:
+        """Draw rows without a pause, so that an adapter always has a row that runs or waits."""
+        for number in itertools.cycle(numbers):
+            wanted = snapshot(base, number, user=user)
+            name = f"{user}-{number}-{row}"
+            await metered.generate(user, [1], Sampling(8), request_id=name, adapter=wanted)
+            drawn[f"{user} {number}"] += 1
+
+    ada = [asyncio.create_task(rows_forever("ada", [0, 1], row)) for row in range(24)]
+    await until(lambda: drawn["ada 0"] > 24 and drawn["ada 1"] > 24)
+    bob = asyncio.create_task(rows_forever("bob", [2], 0))
+    await until(lambda: drawn["bob 2"] > 8)
+    before = drawn.copy()  # and a third user, whom the two others leave nothing
+    eve = asyncio.create_task(rows_forever("eve", [1], 0))
+    await until(lambda: drawn["eve 1"] > 8)
+    await until(lambda: all(drawn[key] > before[key] + 8 for key in ("ada 0", "ada 1", "bob 2")))
+    tasks = [*ada, bob, eve]
+    assert not any(task.done() for task in tasks)
+    assert adapters.num_held <= most
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await engine.close()
+
+
+async def test_a_user_leaves_places_of_adapters_free_and_one_without_others_does_not(
+    base: Path,
+) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
+    in_users, alone = held(engine, 3), held(engine, 3)
+    ends = asyncio.Event()
+    used: list[str] = []
+
+    async def use(adapters: SampledAdapters, user: str, number: int) -> None:
+        async with adapters.using(snapshot(base, number, user=user)) as name:
+            used.append(f"{user} {name}")
+            await ends.wait()
+
+    wanted = [(in_users, "ada"), (alone, DEFAULT_USER)]
+    tasks = [asyncio.create_task(use(*one, number)) for one in wanted for number in range(3)]
+    await until(lambda: f"{DEFAULT_USER} 2" in used and "ada 1" in used)
+    assert in_users.num_held == 2
+    tasks.append(asyncio.create_task(use(in_users, "bob", 2)))
+    await until(lambda: "bob 2" in used)
+    ends.set()
+    await asyncio.gather(*tasks)
     await engine.close()
 
 
@@ -181,16 +245,15 @@ def test_what_is_told_of_a_prompt() -> None:
 
 async def test_a_request_cancelled_at_any_await_leaves_its_adapter_to_others(base: Path) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
-    adapters = held(engine, 1)
-    metered = MeteredEngine(engine, 1)
+    metered = MeteredEngine(engine, held(engine, 1), 1)
+    one, other = snapshot(base, 0), snapshot(base, 1, user="bob")
 
     async def draw() -> None:
-        async with adapters.using(snapshot(base, 0)) as name:
-            await metered.generate("ada", [1], Sampling(2), request_id="a", adapter=name)
+        await metered.generate("ada", [1], Sampling(2), request_id="a", adapter=one)
 
     async def others_are_served() -> None:
-        async with asyncio.timeout(60), adapters.using(snapshot(base, 1)) as name:
-            await metered.generate("bob", [1], Sampling(1), request_id="b", adapter=name)
+        async with asyncio.timeout(60):
+            await metered.generate("bob", [1], Sampling(1), request_id="b", adapter=other)
 
     assert await cancel_everywhere(draw, others_are_served) > 2
     await engine.close()

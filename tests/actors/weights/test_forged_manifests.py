@@ -11,9 +11,9 @@ from tinkermq.actors.weights.store import WeightStore
 from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.weights import Manifest, weight_file
+from tinkermq.schemas.weights import JoinRound, Manifest, weight_file
 from tinkermq.schemas.wire.codec import pack, unpack
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StorageError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, MessageError, StorageError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.contexts import job_context
@@ -173,3 +173,24 @@ async def test_a_jobs_processes_accept_what_its_configuration_names(
             )
             assert store._accepts(manifest) == (transport in accepted)
     await context.service.stop()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *({"location": name} for name in ("../v1-0000000a", "/v1-0000000a", "v1-0000000a\n", "v1")),
+        *({"location": name} for name in ("v1-0000000a/..", "v1-0000000a\0", "V1-0000000A", "")),
+        *({"version": number} for number in (-1, 1.5, float("nan"))),
+        *({"num_bytes": -1}, {"num_ranks": 0}, {"num_ranks": 1025}, {"port": 65536}),
+        *({"receiver": "x" * 65}, {"group": "x" * 65}, {"gpus": ["x"] * 1025}, {"device": "meta"}),
+    ],
+    ids=str,
+)
+def test_a_request_for_a_version_that_names_something_else_is_malformed(
+    forged: dict[str, Any],
+) -> None:
+    fields = {"receiver": "r", "version": 1, "location": "v1-0000000a", "num_bytes": 4}
+    request = JoinRound.model_validate({**fields, "device": "cpu"})
+    assert JoinRound.from_bytes(request.to_bytes()) == request
+    with pytest.raises(MessageError, match=next(iter(forged))):
+        JoinRound.from_bytes(request.to_bytes(**forged))

@@ -1,10 +1,12 @@
-"""MCP servers of the real package, for tests: `python mcp_servers.py NAME [PORT]`."""
+"""MCP servers of the real package, for tests: `python mcp_servers.py NAME [PORT …]`."""
 
+import asyncio
 import sys
 from typing import Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
+from mcp.server.streamable_http import EventMessage, EventStore
 
 
 def shop() -> MCPServer:
@@ -73,11 +75,58 @@ def clock() -> MCPServer:
     return server
 
 
+class Events(EventStore):
+    """The events of all streams, numbered."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Any]] = []
+
+    async def store_event(self, stream_id: str, message: Any) -> str:
+        """Keep an event and return its id."""
+        self._events.append((stream_id, message))
+        return str(len(self._events))
+
+    async def replay_events_after(self, last_event_id: str, send_callback: Any) -> str:
+        """Send what follows an event in its stream."""
+        number = int(last_event_id)
+        stream_id = self._events[number - 1][0]
+        for place, (stream, message) in enumerate(self._events[number:], number + 1):
+            if stream == stream_id and message is not None:
+                await send_callback(EventMessage(message, str(place)))
+        return stream_id
+
+
+def lets_go() -> MCPServer:
+    """Close the stream of each call before it is answered; count the calls."""
+    server = MCPServer("lets-go")
+    num_calls = 0
+
+    @server.tool()
+    async def count(pauses: int, context: Context[Any, Any]) -> str:
+        """Return the number of calls so far, some pauses later."""
+        nonlocal num_calls
+        num_calls += 1
+        for _ in range(pauses):
+            await context.close_sse_stream()
+            await asyncio.sleep(0.2)
+        return f"{num_calls} calls"
+
+    return server
+
+
 def main() -> None:
-    """Serve over stdio, or at a port."""
-    server = {"shop": shop, "clock": clock}[sys.argv[1]]()
+    """Serve over stdio, or at a port: `NAME PORT [json] [stateless]`."""
+    server = {"shop": shop, "clock": clock, "lets_go": lets_go}[sys.argv[1]]()
     if len(sys.argv) > 2:
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+        server.run(
+            "streamable-http",
+            host="127.0.0.1",
+            port=int(sys.argv[2]),
+            json_response="json" in sys.argv,
+            stateless_http="stateless" in sys.argv,
+            event_store=Events() if sys.argv[1] == "lets_go" else None,
+            retry_interval=50,
+        )
     else:
         server.run("stdio")
 

@@ -39,7 +39,7 @@ LISTS = {
 VERSION = {"version": "2099-01-01", "untyped": ["2025-11-25"]}
 
 
-def answers(mode: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def answers(mode: str, request: dict[str, Any]) -> Iterator[Any]:
     """Yield messages in answer to a request."""
     answer = {"jsonrpc": "2.0", "id": request["id"]}
     match request["method"]:
@@ -56,12 +56,30 @@ def answers(mode: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**answer, "error": {"code": -32601, "message": "unknown"}}
 
 
-def called(
-    mode: str, answer: dict[str, Any], arguments: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def called(mode: str, answer: dict[str, Any], arguments: dict[str, Any]) -> Iterator[Any]:
     """Yield messages in answer to a call."""
     text = arguments["text"]
     match mode:
+        case "text_id":
+            answer["id"] = str(answer["id"])
+        case "float_id":
+            answer["id"] = float(answer["id"])
+        case "strange_id":
+            answer["id"] = "abc"
+        case "later_id":
+            answer["id"] += 1
+        case "no_id":
+            yield {"jsonrpc": "2.0", "error": {"code": -32700, "message": "what was that"}}
+        case "null_id":
+            yield {**answer, "id": None, "error": {"code": -32700, "message": "what was that"}}
+        case "nothing":
+            yield {"jsonrpc": "2.0"}
+        case "surrogate":
+            text = "\ud800"
+        case "batch":
+            note = {"jsonrpc": "2.0", "method": "notifications/message", "params": {}}
+            text_part = {"type": "text", "text": text}
+            yield [note, {**answer, "result": {"content": [text_part]}}]
         case "flood":
             while True:
                 yield {"jsonrpc": "2.0", "method": "notifications/message", "params": {}}
@@ -101,6 +119,8 @@ def main() -> None:
     mode = sys.argv[1]
     if mode == "noise":
         print("starting up\n[[[not JSON", flush=True)
+    if mode == "sleepy":
+        time.sleep(1.5)
     if mode == "ends":
         sys.exit("no licence for this machine")
     for line in sys.stdin:

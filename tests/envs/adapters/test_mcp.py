@@ -90,11 +90,19 @@ def names(game: McpGame) -> list[str]:
 @pytest.fixture(scope="module")
 def shop_url() -> Iterator[str]:
     """Serve the shop of the real package over HTTP."""
+    with served("shop") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def served(*words: str) -> Iterator[str]:
+    """Serve a server of the real package over HTTP."""
+    name, *options = words
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with subprocess.Popen(
-        [sys.executable, str(REAL), "shop", str(port)], stderr=subprocess.DEVNULL
+        [sys.executable, str(REAL), name, str(port), *options], stderr=subprocess.DEVNULL
     ) as server:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -138,6 +146,26 @@ async def test_each_episode_has_a_session_of_its_own_unless_they_share_one(shop_
         games = [await opened(shop, allowed_hosts=["127.0.0.1"]) for _ in range(2)]
         texts = [(await said(game, call("add", item="pear")))[0] for game in games]
         assert texts == found
+
+
+@pytest.mark.parametrize("options", [["json"], ["stateless"], ["json", "stateless"]])
+async def test_servers_without_sessions_and_streams_are_played_as_those_with_them(
+    options: list[str],
+):
+    with served("shop", *options) as url:
+        game = await opened(over_http(url), allowed_hosts=["127.0.0.1"])
+        for _ in range(2):
+            assert await said(game, call("repeat", text="x", times=3)) == ["xxx"]
+        await close_all()
+
+
+async def test_a_stream_that_a_real_server_lets_go_of_is_continued_and_no_tool_is_called_twice():
+    with served("lets_go") as url:
+        game = await opened(over_http(url), allowed_hosts=["127.0.0.1"])
+        for number, pauses in enumerate((1, 0, 3), 1):
+            assert await said(game, call("count", pauses=pauses)) == [f"{number} calls"]
+        game.close()
+        await close_all()
 
 
 async def test_what_a_real_server_refuses_is_read_by_the_policy(shop_url: str):
@@ -270,6 +298,34 @@ async def test_a_command_that_cannot_be_run_is_told(keys: dict[str, Any], words:
     assert caught.value.message.startswith(("the MCP server plain", "the variable"))
 
 
+WRONG_IDS = [
+    ("strange_id", "sent an answer with the id 'abc', which no request has"),
+    ("later_id", r"sent an answer with the id \d+, which no request has"),
+    ("nothing", "sent an answer with the id None, which no request has"),
+]
+STRANGE_ANSWERS = [
+    ("text_id", "hello"),
+    ("float_id", "hello"),
+    ("batch", "hello"),
+    ("no_id", "error: what was that"),
+    ("null_id", "error: what was that"),
+]
+
+
+@pytest.mark.parametrize(("mode", "found"), STRANGE_ANSWERS)
+async def test_answers_that_official_clients_understand_are_understood_over_stdio(
+    mode: str, found: str
+):
+    game = await opened(scripted(mode))
+    for _ in range(2):
+        assert await said(game, call("echo", text="hello")) == [found]
+
+
+async def test_a_start_may_take_longer_than_a_call():
+    game = await opened(scripted("sleepy", call_timeout_s=0.5))
+    assert await said(game, call("echo", text="awake")) == ["awake"]
+
+
 # -- hostile servers over stdio --------------------------------------------------------------------
 
 
@@ -283,6 +339,8 @@ async def test_a_command_that_cannot_be_run_is_told(keys: dict[str, Any], words:
         ("dies", "exited with code 3"),
         ("silent", "did not answer tools/call of echo within 1 s"),
         ("memory", "it held more than memory_mb=64"),
+        *WRONG_IDS,
+        ("surrogate", "sent a message that cannot be read: .*half a character"),
     ],
 )
 async def test_a_hostile_server_costs_its_own_episode_only(mode: str, words: str):
@@ -436,6 +494,20 @@ class _Hostile(BaseHTTPRequestHandler):
                 self._say(404, b"no such session")
             case "silent" if is_call:
                 time.sleep(5)
+            case "accepted" if is_call:
+                self._say(202, b"")
+            case "refusal" if is_call:
+                error = {"code": -32602, "message": "no such argument"}
+                body = {"jsonrpc": "2.0", "id": request["id"], "error": error}
+                self._say(400, json.dumps(body).encode())
+            case "broken" if is_call:
+                self._say(200, b'{"jsonrpc": "2.0", "id": 2')
+            case "broken_event" if is_call:
+                self._stream([b'data: {"jsonrpc": "2.0", "id": 2\n\n: and on\n\n'])
+            case "released" | "released_for_good" | "released_into_nothing" if is_call:
+                self._stream([b"id: 1\nretry: 5\ndata:\n\nid: 2\ndata: half of an ev"])
+            case "forgetful" | "forgetful_late":
+                self._forget(mode, request)
             case "session":
                 self._say(200, b"{}", headers={"Mcp-Session-Id": "two words"})
             case "gzip":
@@ -456,7 +528,41 @@ class _Hostile(BaseHTTPRequestHandler):
             case _ if "id" not in request:
                 self._say(202, b"")
             case _:
-                self._say(200, json.dumps(next(answers(mode, request))).encode())
+                body = json.dumps(next(answers(mode, request))).encode()
+                if self.path.endswith("?stream"):
+                    self._stream([b"data: " + body + b"\n\n"])
+                else:
+                    self._say(200, body)
+
+    def do_GET(self) -> None:
+        mode = self.path.strip("/")
+        if mode == "released_for_good":
+            self._say(405, b"")
+        elif mode == "released_into_nothing":
+            self._stream([b": nothing\n\n"])
+        elif self.headers["Last-Event-ID"] != "1":
+            self._say(400, b"which event?")
+        else:
+            request = {"id": 2, "method": "tools/call", "params": {"arguments": {"text": "hello"}}}
+            answer = json.dumps(next(answers("plain", request))).encode()
+            self._stream([b"id: 3\r", b"\rid: 2\r\ndata: " + answer + b"\r", b"\n\r\n"])
+
+    def _forget(self, mode: str, request: dict[str, Any]) -> None:
+        """End each session at its second request; one that is late, at its second call."""
+        sessions, named = self.server.sessions, self.headers["Mcp-Session-Id"]  # pyright: ignore[reportAttributeAccessIssue]
+        if request["method"] == "initialize":
+            named = f"session-{len(sessions)}"
+            sessions[named] = 0
+        elif request["method"] == "tools/call":
+            sessions[named] += 1
+            if sessions[named] > 1 or (mode == "forgetful" and named == "session-0"):
+                self._say(404, b"no such session")
+                return
+        if "id" not in request:
+            self._say(202, b"")
+            return
+        body = json.dumps(next(answers(mode, request))).encode()
+        self._say(200, body, headers={"Mcp-Session-Id": named})
 
     def _events(self, request: dict[str, Any]) -> Iterator[bytes]:
         yield b": a comment\r\n\r\nevent: message\ndata: no JSON\n\n"
@@ -495,6 +601,7 @@ class _Hostile(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def hostile_url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Hostile) as server:
+        server.sessions = {}  # pyright: ignore[reportAttributeAccessIssue]
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -543,6 +650,12 @@ async def test_a_server_that_is_not_there_is_told():
         ("short", "ended its stream without an answer to tools/call"),
         ("cut", "cannot be reached: RemoteProtocolError"),
         ("list", r"answered tools/call with \[1\]"),
+        *((f"{mode}{form}", words) for mode, words in WRONG_IDS for form in ("", "?stream")),
+        ("accepted", "accepted tools/call with status 202, which announces no answer"),
+        ("broken", "sent a message that cannot be read"),
+        ("broken_event", "sent a message that cannot be read"),
+        ("released_for_good", "does not continue it: status 405"),
+        ("released_into_nothing", "does not continue it: it sends nothing"),
         ("result", "answered tools/call with .*, which is not a valid answer"),
     ],
 )
@@ -568,6 +681,8 @@ async def test_a_hostile_server_over_http_costs_its_own_episode_only(
         ("plain", "hello"),
         ("moved", "hello"),
         ("events", "hello"),
+        *((f"{mode}{form}", text) for mode, text in STRANGE_ANSWERS for form in ("", "?stream")),
+        ("refusal", "error: no such argument"),
         ("big", "error: the answer is longer than 4,194,304 bytes"),
         ("line", "error: the answer is longer than 4,194,304 bytes"),
     ],
@@ -576,6 +691,21 @@ async def test_what_a_server_over_http_answers(mode: str, found: str, hostile_ur
     game = await of_url(f"{hostile_url}/{mode}")
     for _ in range(2):
         assert await said(game, call("echo", text="hello")) == [found]
+
+
+async def test_a_stream_is_continued_behind_the_last_event_that_came_whole(hostile_url: str):
+    game = await of_url(f"{hostile_url}/released")
+    assert await said(game, call("echo", text="hello")) == ["hello"]
+
+
+async def test_a_session_that_has_ended_begins_anew_if_no_state_can_be_lost(hostile_url: str):
+    game = await of_url(f"{hostile_url}/forgetful")  # ends before the first call
+    assert await said(game, call("echo", text="hello")) == ["hello"]
+    with pytest.raises(GameError, match=r"has ended the session \(status 404\)"):
+        await game.step(call("echo", text="again"))
+    shared = await of_url(f"{hostile_url}/forgetful_late", shared=True)
+    for _ in range(3):
+        assert await said(shared, call("echo", text="hello")) == ["hello"]
 
 
 async def test_a_key_comes_from_the_variable_that_is_named_for_it(

@@ -358,7 +358,7 @@ async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
     said = [(check.outcome, check.detail) for check in report.checks]
     assert said[0][0] == "ok"
     assert said[0][1].startswith(
-        "1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed"
+        "1 of 2 Harbor tasks suit the sandbox, by their files (podman and docker are not installed"
     )
     assert said[1] == ("ok", "their reward is that of tests/test.sh, in /logs/verifier")
     assert said[2][0] == "note"
@@ -369,4 +369,4 @@ async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
     assert any("task a-refused cannot be run" in text for text in details(report, "failed"))
     shutil.rmtree(tasks / "b-runs")
     report = await tried("call()", tasks=f"harbor:{tasks}")
-    assert details(report, "failed")[0].startswith("0 of 1 Harbor tasks run here")
+    assert details(report, "failed")[0].startswith("0 of 1 Harbor tasks suit the sandbox")

@@ -514,7 +514,7 @@ async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpi
     assert await post(http, "end", status="done", reward=5) == {"status": "failed", "reward": -1.0}
     assert episode.said_end.is_set()
     assert episode.to_info() == {"success": False, "message": "lost", **info}
-    refused = await post(http, "reward", 410, reward=1)
+    refused = await post(http, "reward", 401, reward=1)
     assert "post rewards before the end" in refused["error"]["message"]
 
 

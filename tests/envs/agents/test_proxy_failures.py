@@ -64,7 +64,7 @@ def words(answer: httpx.Response) -> str:
 @pytest.mark.parametrize(
     ("error", "statuses", "again", "code"),
     [
-        (EpisodeOver("it is over"), (410, 400, 410), NO_RETRY, "episode_over"),
+        (EpisodeOver("it is over"), (401, 401, 401), NO_RETRY, "episode_over"),
         (EpisodeLimit("200 calls"), (400, 400, 400), NO_RETRY, "episode_limit"),
         (EngineError("it crashed"), (500, 500, 500), RETRY, "engine"),
         (BusyError("full"), (429, 429, 429), RETRY, "busy"),
@@ -115,15 +115,21 @@ async def test_the_makers_libraries_know_the_errors_and_try_again_only_what_may_
     proxy: ModelProxy, episode: ProgramEpisode, script: Script
 ) -> None:
     script.error = EpisodeOver("it is over")
-    async with openai_client(proxy, episode) as client:
-        with pytest.raises(openai.APIStatusError, match="it is over"):
+    async with (
+        openai_client(proxy, episode, max_retries=2) as client,
+        anthropic_client(proxy, episode, max_retries=2) as other,
+    ):
+        with pytest.raises(openai.AuthenticationError, match="it is over"):
             await client.chat.completions.create(**chat_body())
-    assert len(script.asked) == 1
-    script.error = BusyError("full")
-    async with anthropic_client(proxy, episode, max_retries=1) as client:
+        with pytest.raises(openai.AuthenticationError, match="it is over"):
+            await client.responses.create(**response_body())
+        with pytest.raises(anthropic.AuthenticationError, match="it is over"):
+            await other.messages.create(**messages_body())
+        assert len(script.asked) == 3
+        script.error = BusyError("full")
         with pytest.raises(anthropic.RateLimitError, match="full"):
-            await client.messages.create(**messages_body())
-    assert [request.is_retry for request in script.asked[1:]] == [False, True]
+            await other.with_options(max_retries=1).messages.create(**messages_body())
+    assert [request.is_retry for request in script.asked[3:]] == [False, True]
 
 
 @pytest.mark.usefixtures("generator")
@@ -269,8 +275,8 @@ async def test_an_episode_that_is_over_is_asked_nothing(
         open_one = await waiting
         episode.over = "its time is up"
         answers = await told(proxy, episode)
-    assert open_one.status_code == 410
-    assert [answer.status_code for answer in answers] == [410, 400, 410]
+    assert open_one.status_code == 401
+    assert [answer.status_code for answer in answers] == [401, 401, 401]
     assert all("its time is up" in words(answer) for answer in answers)
     assert len(script.asked) == 1
     await until(lambda: bool(script.cancelled), "the generator to be told")
@@ -655,7 +661,7 @@ async def test_a_proxy_that_stops_ends_what_is_open(
             await until(lambda: len(script.asked) == 2, "the calls")
         answers = [await whole, await stream]
         await http.aclose()
-    assert answers[0].status_code == 410
+    assert answers[0].status_code == 401
     assert "episode_over" in answers[1].text
     with pytest.raises(StateError, match="does not listen"):
         _ = proxy.base_url

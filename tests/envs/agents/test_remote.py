@@ -122,7 +122,7 @@ async def test_an_open_call_ends_when_its_host_has_gone(
         await until(lambda: episode.num_open == 1, "the host to know of the call")
         await host.__aexit__()
         answer = await call
-    assert answer.status_code == 410
+    assert answer.status_code == 401
     assert "its host is away" in answer.text or "ended" in answer.text
     assert remote.over
 

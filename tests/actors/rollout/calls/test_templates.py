@@ -19,6 +19,7 @@ from tinkermq.schemas.model_apis.chat import read_chat
 from tinkermq.schemas.model_apis.messages import read_messages
 from tinkermq.schemas.model_apis.request import ModelRequest
 from tinkermq.schemas.model_apis.responses import read_response
+from tinkermq.schemas.wire.errors import ModelError
 
 from tests.actors.rollout.calls import programs
 from tests.actors.rollout.calls.programs import (
@@ -78,25 +79,25 @@ def test_a_system_message_in_the_middle_is_shown_as_the_template_takes_it() -> N
         system[2],
         ASKED,
     ]
-    shaped = facts_of(chat).shaped(history)
-    assert [message.role for message in shaped] == ["system", "user", "assistant", "user", "user"]
-    assert shaped[0].text == "be brief\n\nbe kind"
     prompt = chat.decode(ExactCalls(chat).prepare(history).prompt_ids)
-    assert "<system-reminder>\nbe quick\n</system-reminder>" in prompt
-    grown = facts_of(chat).shaped([*history, system[0]])
-    assert grown[: len(shaped)] == shaped
+    assert "be brief\n\nbe kind" in prompt
+    assert "user\n<system-reminder>\nbe quick\n</system-reminder>" in prompt
+    begun = [message.for_template() for message in history]
+    shown = chat.render(begun, prompt=False)
+    assert chat.render([*begun, system[0].for_template()], prompt=False).startswith(shown)
 
 
-def test_a_system_message_that_a_template_leaves_out_is_shown_as_words_of_the_user() -> None:
+def test_a_program_is_told_that_a_template_shows_no_system_message() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
         "in messages", "in messages if message['role'] != 'system'", 1
     )
     chat = ChatTokenizer(tokenizer)
-    assert "system messages are shown as words of the user" in facts_of(chat).limitations()
+    told = "; ".join(facts_of(chat).limitations())
+    assert "requests with a system message are refused: the template leaves it out" in told
     history = [ModelMessage(role="system", content=("be brief",)), ASKED]
-    prompt = chat.decode(ExactCalls(chat).prepare(history).prompt_ids)
-    assert "<system-reminder>\nbe brief\n</system-reminder>" in prompt
+    with pytest.raises(ModelError, match="takes no system message"):
+        ExactCalls(chat).prepare(history)
 
 
 @pytest.mark.parametrize("name", PARSED)

@@ -150,14 +150,14 @@ def test_the_check_says_where_tasks_run_and_which_do_not(
     tree["agent"]["tasks"] = f"harbor:{tmp_path / 'tasks'}"
     job = JobConfig.model_validate(tree)
     checks, _ = check_tasks(job)
-    assert checks[0].detail == "2 of 2 Harbor tasks run here, in images of podman"
+    assert checks[0].detail == "2 of 2 Harbor tasks suit images of podman, by their files"
     engine.remove()
     checks, row = check_tasks(job)
     assert row == 1
     assert [check.outcome for check in checks] == ["ok", "ok", "note"]
     assert checks[0].detail == (
-        "1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed on "
-        "this machine)"
+        "1 of 2 Harbor tasks suit the sandbox, by their files (podman and docker are not "
+        "installed on this machine)"
     )
     assert "tests/test.sh" in checks[1].detail
     refused = checks[2]
