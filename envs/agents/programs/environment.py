@@ -26,7 +26,7 @@ _PYTHON_OF_IMAGE = "python3"
 _KEPT = ("LANG", "TZ")
 _LOOPBACK = "127.0.0.1,localhost"
 _MAX_WORD_BYTES = 128 * 1024
-"""Linux's limit for one argument or variable, its last zero byte included."""
+"""Linux's limit for one argument, its last zero byte included."""
 _ANSWERS = frozenset({*TRUTH_COLUMNS, "solution"})
 
 
@@ -89,7 +89,7 @@ def filled(
 
 
 def passable(text: str, source: str) -> str:
-    """Return a word of a command or environment; DataError if Linux cannot pass it to a program.
+    """Return a word of a command; DataError if Linux cannot pass it to a program.
 
     `source` is what it was made of, for the error.
     """
@@ -114,12 +114,7 @@ def variables(
     model: Mapping[str, str],
     task: TaskEnvironment | None = None,
 ) -> dict[str, str]:
-    """Return the variables of a program; `model` are those for the model's API.
-
-    Raises DataError for a variable that cannot be passed to a program.
-    """
-    for name, value in config.environment.items():
-        passable(f"{name}={value}", f"agent.environment.{name}")
+    """Return the variables of a program; `model` are those for the model's API."""
     return {
         **_own(),
         **model,
