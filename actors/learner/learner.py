@@ -24,6 +24,7 @@ from ...schemas.job import JobRecord
 from ...schemas.local.tracking import Outcome
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord, Dropped
+from ...schemas.wire.errors import TinkermqError
 from ...schemas.wire.subjects import BUCKET_JOBS
 from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
@@ -158,7 +159,11 @@ class Learner:
     async def _outcome_of_stop(self) -> Outcome | None:
         """Return how a run that was told to stop has ended; None if it goes on elsewhere."""
         context = self._context
-        entry = await Bucket(context.broker, BUCKET_JOBS, JobRecord).get(context.scope.key)
+        try:
+            entry = await Bucket(context.broker, BUCKET_JOBS, JobRecord).get(context.scope.key)
+        except TinkermqError as error:
+            context.log.warning("outcome_unknown", error=error.message, hint=error.hint)
+            return None
         if entry is None or entry.value.stop == "now":
             return "KILLED"
         if entry.value.stop == "drain":

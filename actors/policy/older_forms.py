@@ -45,8 +45,8 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def _logged_config(config: dict[str, Any]) -> dict[str, Any]:
-    older, lacking = older_config(config)
-    for positions in lacking:
+    older, unknown = older_config(config)
+    for positions in unknown:
         _log.warning("positions_without_older_form", positions=positions)
     return older
 
@@ -57,14 +57,14 @@ def older_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     The latter are model types, each with its positions in words.
     """
     added: dict[str, Any] = {}
-    lacking: list[str] = []
+    unknown: list[str] = []
     for key, value in config.items():
         if isinstance(value, dict) and "model_type" in value:
             part = cast("dict[str, Any]", value)
             if key == "text_config" and "tie_word_embeddings" in config:  # read here by version 4
                 part = {"tie_word_embeddings": config["tie_word_embeddings"], **part}
             added[key], more = older_config(part)
-            lacking += more
+            unknown += more
     if "dtype" in config:
         added["torch_dtype"] = config["dtype"]
     if positions := config.get("rope_parameters"):
@@ -72,8 +72,8 @@ def older_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         older = _older_positions(kind, positions)
         added |= older or {}
         if older is None and positions.get("rope_type") != "axial":  # of images, and always 10,000
-            lacking.append(f"{kind}: {positions}")
-    return {**config, **added}, lacking
+            unknown.append(f"{kind}: {positions}")
+    return {**config, **added}, unknown
 
 
 def older_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:

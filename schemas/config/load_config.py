@@ -314,8 +314,8 @@ def _with_one_length(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
 
     Beside each other one has no effect, and they are refused.
     """
-    given = given_section(changes, "training")
-    changed = [key for key in ("num_steps", "num_epochs") if given.get(key) is not None]
+    section = given_section(changes, "training")
+    changed = [key for key in ("num_steps", "num_epochs") if section.get(key) is not None]
     if len(changed) != 1:
         return values
     other = "num_steps" if changed == ["num_epochs"] else "num_epochs"
