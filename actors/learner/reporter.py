@@ -18,7 +18,6 @@ from ...broker.presence import list_presences
 from ...schemas.local.disk import in_thread, read_objects, with_room
 from ...schemas.local.tracking import (
     GuardedTracker,
-    JsonlTracker,
     Outcome,
     TrackedRun,
     Tracker,
@@ -455,19 +454,24 @@ def forget_reported(run_dir: Path, behind: int) -> None:
 
 
 async def restore_reported(context: JobContext) -> None:
-    """Write the stored numbers of all steps into a metrics.jsonl that was lost with its folder.
+    """Write the stored numbers of all steps into a run folder that was lost.
 
-    So no step is reported to trackers again.
+    So no step is reported to other trackers again.
     """
     file = context.run_dir / "metrics.jsonl"
     if await asyncio.to_thread(file.is_file):
         return
     stored = {metric.step: metric for metric in await read_metrics(context.broker, context.scope)}
-    if stored:
-        tracker = JsonlTracker(context.run_dir)
+    if not stored:
+        return
+    in_folder = ["jsonl", *{"tensorboard"}.intersection(context.config.logger_backends)]
+    run = TrackedRun(context.config.project, context.record.name)
+    opening = partial(make_trackers, in_folder, run, folder=context.run_dir, resumes=True)
+    for tracker in await asyncio.to_thread(opening):
         for step, metric in sorted(stored.items()):
             log = in_thread(tracker.log, metric.values, step)
             await with_room(log, f"metrics of step {step}", context.missing)
+        await asyncio.to_thread(tracker.finish)
 
 
 async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:

@@ -57,7 +57,8 @@ def is_here(host: str) -> bool:
     address = _address(host)
     if address is None:
         host = host.lower()
-        return host == "localhost" or host.endswith(".localhost") or host == _own_name()
+        own = _own_name()
+        return host in ("localhost", own, own.partition(".")[0]) or host.endswith(".localhost")
     return address.is_loopback or _is_own_address(str(address))
 
 
@@ -106,7 +107,7 @@ def _is_own_address(address: str) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
+            probe.connect((address, 9))  # sends nothing
+            return probe.getsockname()[0] == address
     except OSError:
         return False
-    return True

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from tinkermq.actors.learner.reporter import Reporter, last_reported_step, restore_reported
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
@@ -101,8 +102,10 @@ async def test_steps_in_a_row_that_learn_nothing_are_told_once(
 async def test_a_lost_run_folder_gets_the_numbers_of_all_steps_and_none_is_reported_again(
     broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     context = await job_context(broker, scope, "learner", CONFIG)
     context.record = context.record.model_copy(update={"run_dir": str(tmp_path)})
+    context.config = CONFIG.model_copy(update={"logger_backends": ["tensorboard"]})
     await restore_reported(context)
     assert last_reported_step(context.run_dir) == 0
     for step in (1, 2, 3, 3):
@@ -112,3 +115,6 @@ async def test_a_lost_run_folder_gets_the_numbers_of_all_steps_and_none_is_repor
         await restore_reported(context)
         assert steps_in(context.run_dir) == [1, 2, 3]
         assert last_reported_step(context.run_dir) == 3
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("actor/lr")] == [1, 2, 3]
