@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -23,7 +24,7 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
         proxy = proxy_of(str(request.url))
         transport = self._transports.get(proxy)
         if transport is None:
-            transport = httpx.AsyncHTTPTransport(**self._options, **_proxy_option(proxy))
+            transport = httpx.AsyncHTTPTransport(**self._options, proxy=_usable(proxy))
             self._transports[proxy] = transport
         with _naming(proxy):
             return await transport.handle_async_request(request)
@@ -40,8 +41,7 @@ class SyncProxiedTransport(httpx.BaseTransport):
     def __init__(self, url: str, **options: Any) -> None:
         """`options` are those of `httpx.HTTPTransport`."""
         self._proxy = proxy_of(url)
-        option = _proxy_option(self._proxy)
-        self._transport = httpx.HTTPTransport(**options, **option)
+        self._transport = httpx.HTTPTransport(**options, proxy=_usable(self._proxy))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; an error of one through a proxy names the variable."""
@@ -53,14 +53,14 @@ class SyncProxiedTransport(httpx.BaseTransport):
         self._transport.close()
 
 
-def _proxy_option(proxy: Proxy | None) -> dict[str, httpx.Proxy]:
-    """Return httpx's option for a proxy; ConfigError, naming the variable, for an unusable one."""
+def _usable(proxy: Proxy | None) -> httpx.Proxy | None:
+    """Return a proxy for httpx; ConfigError, naming the variable, for an unusable one."""
     if proxy is None:
-        return {}
+        return None
     try:
         if proxy.url.startswith("socks"):
-            import socksio as socksio
-        return {"proxy": httpx.Proxy(proxy.url)}
+            import_module("socksio")  # what httpx needs
+        return httpx.Proxy(proxy.url)
     except (ImportError, ValueError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"the proxy of ${proxy.variable} cannot be used: {error}",
