@@ -142,7 +142,7 @@ $(VENV)-ray/ray.stamp:
 # Agent programs as they are published, each in an environment of its own from a lock file of its
 # own: `make agents AGENTS="codex pi"` installs some. What cannot be installed does not keep the
 # others from it; its tests say that it is lacking.
-AGENTS_PYTHON := langgraph mini-swe-agent openai-agents pydantic-ai smolagents
+AGENTS_PYTHON := inspect-ai langgraph lm-eval mini-swe-agent openai-agents pydantic-ai smolagents
 AGENTS_NODE := codex opencode pi
 AGENTS ?= $(AGENTS_PYTHON) $(AGENTS_NODE)
 agents:  ## Install the agent programs that test-agents runs
@@ -154,8 +154,9 @@ test-agents: $(VENV)/dev.stamp programs agents  ## Run agent programs as they ar
 # A stamp is the lock file that was installed: one that git has only written anew changes nothing.
 $(AGENTS_PYTHON:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/requirements.txt
 	@cmp -s $< $@ || { rm -f $@ && echo "installing $* into .agents/$*" && \
-	  $(PYTHON) -m venv --clear .agents/$* && PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	  .agents/$*/bin/python -m pip -qq install --require-hashes -r $<; }
+	  $(PYTHON) -m venv --clear .agents/$* && export PIP_DISABLE_PIP_VERSION_CHECK=1 && \
+	  { test $* != lm-eval || .agents/$*/bin/python -m pip -qq install torch==2.13.0; } && \
+	  .agents/$*/bin/python -m pip -qq install --no-deps --require-hashes -r $<; }
 	@cp $< $@
 
 $(AGENTS_NODE:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/package-lock.json

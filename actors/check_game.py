@@ -10,6 +10,7 @@ import os
 from ..envs.check import check_game
 from ..schemas.checks import write_results
 from ..schemas.config.job import EnvConfig
+from ..schemas.local.process import leave
 
 VARIABLE = "TINKERMQ_GAME_CHECK"
 """Environment variable with `{"env": {...}, "seed": 0}` as JSON."""
@@ -19,6 +20,7 @@ def main() -> None:
     """Print the results for the game that the environment names."""
     request = json.loads(os.environ.pop(VARIABLE))
     write_results(check_game(EnvConfig.model_validate(request["env"]), seed=request["seed"]))
+    leave(0)  # a thread may still run a game that hangs
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ It runs the host of `envs/host.py`, which a client can also run in its own proce
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ..envs.agents.leases import LeaseRequests, make_lease_runner, make_program_
 from ..envs.host import EnvironmentHost
 from ..envs.running.runners import BoundedRunner
 from ..schemas.agent import GiveRequest
+from ..schemas.local.process import leave
 from .runtime import JobContext, run_job_actor, settle_memory
 from .storage.access import refuse_unshown_folder
 
@@ -106,4 +106,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from ..schemas.checks import Check, CheckResult, run_checks
+from ..schemas.checks import Check, CheckResult, CheckSkipped, failed_check, run_checks
 from ..schemas.config.job import EnvConfig
 from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
@@ -26,6 +27,8 @@ from .running.local import LocalEpisode, LocalGame, TooSlow
 from .tools import ToolGame, example_of
 
 NUM_EPISODES = 8
+_NUM_FIRST = 4
+"""Number of checks that are always made; the last of them plays."""
 MAX_TURNS = 100
 MAX_ROWS = 20_000
 """Rows of each split that are read."""
@@ -92,9 +95,15 @@ class _Checker:
     """Opens a configuration's game and data, and plays them."""
 
     def __init__(
-        self, config: EnvConfig, seed: int, game_class: type[AbstractGame] | None, stack: ExitStack
+        self,
+        config: EnvConfig,
+        seed: int,
+        game_class: type[AbstractGame] | None,
+        stack: ExitStack,
+        deadline: float,
     ) -> None:
-        """Open nothing yet; `stack` closes opened games and data."""
+        """Open nothing yet; `stack` closes opened games and data. See `_game_checks`."""
+        self._deadline = deadline
         self._config = config
         self._seed = seed
         self._class = game_class
@@ -119,6 +128,8 @@ class _Checker:
         config = self.game.config
         num_calls, slowest_s = 0, 0.0
         for number in range(NUM_EPISODES):
+            if num_calls and time.monotonic() > self._deadline:
+                break
             for call in self._timed(number):
                 num_calls, slowest_s = num_calls + 1, max(slowest_s, call)
         limit_s = min(config.reset_timeout_s, config.step_timeout_s)
@@ -284,21 +295,40 @@ class _Checker:
 
 
 def check_game(
-    config: EnvConfig, *, seed: int = 0, game_class: type[AbstractGame] | None = None
+    config: EnvConfig,
+    *,
+    seed: int = 0,
+    game_class: type[AbstractGame] | None = None,
+    within_s: float = math.inf,
 ) -> list[CheckResult]:
-    """Check the game and the data of a configuration."""
+    """Check the game and the data of a configuration.
+
+    A game is played at least once; no further episode or check begins after `within_s`.
+    """
+    deadline = time.monotonic() + within_s
+    results: list[CheckResult] = []
     with ExitStack() as stack:
-        return list(run_checks(game_checks(config, seed, stack, game_class)))
+        for result in run_checks(_game_checks(config, seed, stack, game_class, deadline)):
+            results.append(result)
+            if len(results) >= _NUM_FIRST and result.ok and time.monotonic() > deadline:
+                late = CheckSkipped(f"not made: {within_s:g} s were over")
+                return [*results, failed_check("its other checks", late)]
+    return results
 
 
-def game_checks(
-    config: EnvConfig, seed: int, stack: ExitStack, game_class: type[AbstractGame] | None = None
+def _game_checks(
+    config: EnvConfig,
+    seed: int,
+    stack: ExitStack,
+    game_class: type[AbstractGame] | None,
+    deadline: float,
 ) -> Iterator[Check]:
     """Yield the checks of a game; the first two import it and open its data without playing it.
 
-    `stack` closes opened games and data.
+    `stack` closes opened games and data. After `deadline`, by the monotonic clock, the first check
+    that plays begins no further episode.
     """
-    checker = _Checker(config, seed, game_class, stack)
+    checker = _Checker(config, seed, game_class, stack, deadline)
     yield Check("the game imports", checker.imports, is_required=True)
     yield Check("the data can be read", checker.data, is_required=True)
     game = checker.game

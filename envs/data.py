@@ -140,7 +140,7 @@ def _with_images(
 
     DataError names the row.
     """
-    images = read_images(row.get("images"), where)
+    images = read_images(row, messages, where)
     try:
         return replace_images(place_images(messages, images), encoded_image)
     except DataError as error:

@@ -105,12 +105,13 @@ def parse_record(row: Mapping[str, Any], where: str) -> Record:
     """Read a row; a DataError names `where`, and the column."""
     row = _plain_values(row)
     check_columns(row, where)
+    prompt = _parse_prompt(row["prompt"], where)
     return Record(
-        prompt=_parse_prompt(row["prompt"], where),
+        prompt=prompt,
         ground_truth=_ground_truth(row, where),
         data_source=_source(row, where),
         extra_info=read_map(row.get("extra_info"), "extra_info", where),
-        images=read_images(row.get("images"), where),
+        images=read_images(row, prompt, where),
         where=where,
     )
 
@@ -123,12 +124,13 @@ def parse_task(row: Mapping[str, Any], where: str) -> Record:
     """Read a row that is a program's task; no column is required."""
     row = _plain_values(row)
     known = {"prompt", "data_source", "extra_info", "images", *TRUTH_COLUMNS}
+    prompt = [] if row.get("prompt") is None else _parse_prompt(row["prompt"], where)
     return Record(
-        prompt=[] if row.get("prompt") is None else _parse_prompt(row["prompt"], where),
+        prompt=prompt,
         ground_truth=_truth_if_any(row),
         data_source=_source(row, where),
         extra_info=read_map(row.get("extra_info"), "extra_info", where),
-        images=read_images(row.get("images"), where),
+        images=read_images(row, prompt, where, passes_columns=True),
         where=where,
         columns={name: value for name, value in row.items() if name not in known},
     )
@@ -161,14 +163,33 @@ def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
     )
 
 
-def read_images(value: Any, where: str) -> list[Any]:
-    """Return the images of a row: a list of them, or a single one.
+def read_images(
+    row: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    where: str,
+    *,
+    passes_columns: bool = False,
+) -> list[Any]:
+    """Return the images of a row's column `images`: a list of them, or a single one.
 
     An image is the bytes of a file, a map that holds them under `bytes`, or a data URL; a list may
-    stand as JSON text. Raises DataError for anything else, naming its place.
+    stand as JSON text. Raises DataError for anything else, naming its place; for an empty list, if
+    `messages` have places for images; and for a column `image` in place of `images`, unless the
+    row's game reads it (`passes_columns`).
     """
-    parsed = _from_json(value, "[{")
-    if _is_absent(parsed):
+    parsed = _from_json(row.get("images"), "[{")
+    if _is_absent(parsed) or parsed == []:
+        is_misnamed, has_place = not _is_absent(row.get("image")), _has_place(messages)
+        if is_misnamed and (has_place or not passes_columns):
+            raise errors.DataError(
+                f"{where} has a column image, and no image in column images",
+                hint=f"name the column images, with one image per {IMAGE_TAG} tag of the prompt",
+            )
+        if parsed == [] and has_place:
+            raise errors.DataError(
+                f"column images of {where} is empty, and its prompt has a place for an image",
+                hint=f"give one image per {IMAGE_TAG} tag; null, if the tag is plain text",
+            )
         return []
     images = cast("list[Any]", parsed) if isinstance(parsed, list) else [parsed]
     for number, image in enumerate(images):
@@ -283,6 +304,16 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
         f"{where} has no gold answer: reward_model is {shorten(reward_model)}",
         hint="fill reward_model.ground_truth, or the column answer",
     )
+
+
+def _has_place(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether messages have a place for an image."""
+    try:
+        for message in messages:
+            _with_images(message, iter(()))
+    except errors.DataError:
+        return True
+    return False
 
 
 def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list[ChatMessage]:

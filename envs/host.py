@@ -17,11 +17,13 @@ from typing import Any, TypeAlias
 from uuid import uuid4
 
 import structlog
+from cachetools import FIFOCache
 
 from ..broker.client.connection import Broker
 from ..broker.client.rpc import RequestContext, Service
 from ..schemas import env
 from ..schemas.config.job import EnvConfig
+from ..schemas.local.process import owned
 from ..schemas.profile import TimeUse
 from ..schemas.wire import errors
 from ..schemas.wire.codec import most_bytes
@@ -171,7 +173,7 @@ class Match:
     def leave(self) -> None:
         """End the game for its remaining players."""
         self._fail(errors.NotFoundError(f"table {self._episode!r} was closed"))
-        self._runner.drop(self._episode)
+        self._drop()
 
     def play(self, player: RolePlayer, action: str) -> None:
         """Play the action of the player whose turn it is."""
@@ -189,7 +191,12 @@ class Match:
         if not self._over:
             self._last = StepResult("", 0.0, done=True, info={**self._last.info, "left_by": role})
             self._end()
-            self._runner.drop(self._episode)
+            self._drop()
+
+    def _drop(self) -> None:
+        for step in self._steps:
+            step.cancel()
+        self._runner.drop(self._episode)
 
     async def _step(self, player: RolePlayer, action: str) -> None:
         try:
@@ -265,6 +272,14 @@ class HostedEpisode:
         """Renew the lease."""
         self.touched = time.monotonic()
 
+    def leave(self) -> None:
+        """Give the game back, even if it still begins or plays."""
+        self.ended = True
+        self.player.leave()
+        for call in (self.opening, self.answer):
+            if call is not None:
+                call.cancel()
+
     def is_repeat(self, turn: int) -> bool:
         """Return whether `turn` repeats the last one; StateError for one out of order."""
         if self.answer is not None and turn == self.turn - 1:
@@ -297,6 +312,8 @@ class HostedEpisode:
 
 
 MAX_EPISODES = 4096
+MAX_CLOSED = 4 * MAX_EPISODES
+"""Closed episodes that a host remembers."""
 MAX_ACTION_BYTES = 256 << 20
 """Bytes of the actions that are played or queued."""
 DRAIN_S = 30.0
@@ -368,6 +385,8 @@ class EnvironmentHost:
         self._games = TimedRunner(self._runner, config, places, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, HostedEpisode] = {}
+        self._closed = FIFOCache[str, bool](MAX_CLOSED)
+        """Episodes that were closed: a request that is late must not begin them again."""
         self._changed = asyncio.Event()
         self._data: HostData
         self._facts = GameFacts(config.game, [], [])
@@ -390,9 +409,8 @@ class EnvironmentHost:
         ConfigError once the source of rewards refuses every episode.
         """
         self._broker.availability.set_patient(True)
-        self._data = await asyncio.to_thread(
-            HostData, self._config, self._seed, needs_answers=self._needs_answers
-        )
+        open_data = partial(HostData, self._config, self._seed, needs_answers=self._needs_answers)
+        self._data = await owned(asyncio.to_thread(open_data), HostData.close)
         try:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
@@ -489,7 +507,7 @@ class EnvironmentHost:
     def _free(self, episode: str) -> None:
         held = self._held.pop(episode, None)
         if held is not None:
-            held.player.leave()
+            held.leave()
         if self._rewards is not None:
             self._rewards.forget(episode)
         self._changed.set()
@@ -511,11 +529,12 @@ class EnvironmentHost:
     async def _reset(self, request: env.ResetRequest, context: RequestContext) -> env.ResetReply:
         """Start the episodes that are not running yet; return those that are ready, and errors."""
         trace = trace_of(context.traceparent)
-        held = [self._hold(episode, request, trace) for episode in request.episodes]
+        held = self._hold_all(request, trace)
         await wait_for_some([episode.opening for episode in held], request.wait_s)
         answer = ResetAnswer(self._most_bytes)
-        for episode in held:
-            answer.add(episode.opening)
+        for episode, begun in zip(request.episodes, held, strict=True):
+            if not answer.add(begun.opening) and self._held.get(episode) is begun:
+                self._free(episode)
         return env.ResetReply(
             host=self.name,
             episodes=answer.episodes,
@@ -536,9 +555,19 @@ class EnvironmentHost:
             return []  # the start of the episode raises the error
         return self._facts.tools_of(record)
 
+    def _hold_all(self, request: env.ResetRequest, trace: str) -> list[HostedEpisode]:
+        """Start the episodes of a request that are not running yet: all of them, or none."""
+        fresh = [episode for episode in request.episodes if episode not in self._held]
+        try:
+            return [self._hold(episode, request, trace) for episode in request.episodes]
+        except BaseException:
+            for episode in fresh:
+                self._free(episode)
+            raise
+
     def _hold(self, episode: str, request: env.ResetRequest, trace: str) -> HostedEpisode:
         held = self._held.get(episode)
-        if held is None and request.only_held:
+        if held is None and (request.only_held or episode in self._closed):
             raise self._not_held(episode)
         if held is None:
             self._make_room()
@@ -577,10 +606,14 @@ class EnvironmentHost:
             record = self._data.record(request.split, request.sample)
             opening = Opening(episode, request.seed, record, request.kwargs, request.split)
             return await self._opened(episode, record, player.begin(opening))
+        except asyncio.CancelledError:
+            player.leave()
+            raise
         except BaseException:
             self.counts.failures += 1
             self._held.pop(episode, None)
             self._changed.set()
+            player.leave()
             raise
 
     async def _opened(
@@ -688,5 +721,6 @@ class EnvironmentHost:
         self._changed.set()
 
     async def _close(self, request: env.CloseRequest) -> Empty:
+        self._closed[request.episode] = True
         self._free(request.episode)
         return Empty()

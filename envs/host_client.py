@@ -20,6 +20,7 @@ from ..broker.jetstream.direct_get import RequestBatcher
 from ..schemas import env
 from ..schemas.config.job import EnvConfig
 from ..schemas.local.disk import Waiting
+from ..schemas.local.process import owned
 from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ..schemas.wire.subjects import JobScope
@@ -130,21 +131,27 @@ class Environments:
         """Start an episode on some host; waits while there is none.
 
         Raises GameError with the game's message if the game failed, HostGone if the host vanished
-        meanwhile.
+        meanwhile. After an error or a cancellation no host holds the episode.
         """
         if start.seat is not None:
             return await self._sit(episode, start, start.seat)
-        key = pack([start.split, start.sample, start.seed, start.kwargs])
-        answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
-        return await self.rejoin(answer, episode, start)
+        answer = await self._patiently(lambda: self._ask_reset(episode, start))
+        if isinstance(answer, Started):
+            return answer
+        try:
+            return await self.rejoin(answer, episode, start)
+        except BaseException:
+            self.close(answer, episode)
+            raise
 
-    async def rejoin(self, answer: Started | str, episode: str, start: Start) -> Started:
+    async def rejoin(self, host: str, episode: str, start: Start) -> Started:
         """Ask a host for an episode that it starts, or has started for another caller.
 
         A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
         HostGone if the host does not exist or does not hold the episode.
         """
         deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
+        answer: Started | str = host
         while isinstance(answer, str):
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
@@ -202,12 +209,25 @@ class Environments:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
+    async def _ask_reset(self, episode: str, start: Start) -> Started | str:
+        """Return the started episode or its host; if cancelled, free it once its host is known."""
+        key = pack([start.split, start.sample, start.seed, start.kwargs])
+
+        def give_back(answer: Started | str) -> None:
+            self.close(answer.host if isinstance(answer, Started) else answer, episode)
+
+        return await owned(self._resets.ask(key, (episode, start)), give_back)
+
     async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
         """Join as a role and wait for its first turn; the other roles have leases at the host."""
-        while True:
-            answer = await self._ask_after_reset(seat.host, episode, start, math.inf)
-            if isinstance(answer, Started):
-                return answer
+        try:
+            while True:
+                answer = await self._ask_after_reset(seat.host, episode, start, math.inf)
+                if isinstance(answer, Started):
+                    return answer
+        except BaseException:
+            self.close(seat.host, episode)
+            raise
 
     async def _describe(self) -> env.DescribeReply:
         request = env.DescribeRequest()

@@ -47,9 +47,10 @@ class ResetAnswer:
         self.episodes: list[Opened] = []
         self._num_bytes = 0
 
-    def add(self, opening: "asyncio.Future[list[ChatMessage]]") -> None:
-        """Add the next episode."""
+    def add(self, opening: "asyncio.Future[list[ChatMessage]]") -> bool:
+        """Add the next episode; return False if it cannot be played."""
         self.episodes.append(self._opened(opening))
+        return self.episodes[-1].error is None
 
     def _opened(self, opening: "asyncio.Future[list[ChatMessage]]") -> Opened:
         if not opening.done():

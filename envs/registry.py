@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -117,6 +118,13 @@ def load_game(game: str) -> type[AbstractGame]:
     return _import_class(_target(game))
 
 
+def import_needs(game_class: type[AbstractGame]) -> None:
+    """Import the package of a game that imports it when it is created; GameError without it."""
+    needs = getattr(game_class, "needs", None)
+    if isinstance(needs, Extra):
+        needs.load()
+
+
 def find_game(game: str) -> str:
     """Return the module of a game, without running its code.
 
@@ -129,19 +137,19 @@ def find_game(game: str) -> str:
     else:
         modules = [target.partition(":")[0]]
     for module in modules:
-        _find_module(module, game)
+        find_module(module, f"game {game!r}")
     return target
 
 
-def _find_module(module: str, game: str) -> None:
-    """Raise GameError unless the package of a module is installed or in the working folder."""
-    top = module.partition(".")[0]
+def find_module(target: str, what: str) -> None:
+    """Raise GameError unless the package of `module:name` is installed or in the working folder."""
+    top = re.split("[.:]", target, maxsplit=1)[0]
     look_here()
     importlib.invalidate_caches()  # the file may have just been written
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise GameError(
-            f"there is no module {top!r} for game {game!r}",
-            hint=f"install it where environment hosts run, or start the node where {top} lies",
+            f"there is no module {top!r} for {what}",
+            hint=f"install it on the nodes, or start them in the folder of {top}",
         )
 
 

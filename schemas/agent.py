@@ -53,8 +53,6 @@ class CallRequest(TextRequest):
     """The program's fields without effect; reported once per episode."""
     is_retry: bool = False
     """The client sent this before and got no answer."""
-    count_only: bool = False
-    """Only count the prompt's tokens."""
     begun: CallPart | None = None
     """The part of the answer that the program has from a previous holder of the episode, merged
     into one. The new holder continues the same `parent` with these tokens and names. Its first part

@@ -9,19 +9,30 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from .output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS, OutputFormat
+from .output_format import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_TOP_LOGPROBS,
+    OutputFormat,
+)
 from .wire.message import Message, Part
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_NAMED_TOKENS = 4096
+"""Tokens of a bias, or allowed ones, of one request."""
+MAX_BAD_WORDS = 128
+MAX_WORD_CHARS = 256
 MAX_TEMPERATURE = 100.0
 MAX_COUNT = 2**31
 MAX_SEED = 2**63
 TokenId = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token's id as the key of a map."""
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 
-
-_SAMPLING = (
+SAMPLING = (
     "temperature",
     "top_p",
     "top_k",
@@ -29,7 +40,18 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "min_p",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
 )
+"""Sampling options, by the name that they have in every API and in `Decoding`."""
+EPISODE_SAMPLING = SAMPLING[:7]
+"""Those that an episode may take from its program. The others draw from a distribution that the
+learner does not compute: only served models have them."""
 
 
 class Decoding(Message):
@@ -54,6 +76,27 @@ class Decoding(Message):
     """Subtracted likewise, times the number of occurrences in the answer."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_REPETITION)
     """Divides positive logits of tokens in prompt and answer, multiplies negative ones."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep tokens with this share of the likeliest one's probability. This option and the next six
+    are for served models only."""
+    min_tokens: int = Field(default=0, ge=0, lt=MAX_COUNT)
+    """The answer ends, or stops at a text, after so many tokens at the earliest."""
+    ignore_eos: bool = False
+    """What ends the model's turns does not end the answer."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list[TokenId], max_length=MAX_STOPS * 4)
+    """Further tokens that end the answer, and have no text in it."""
+    logit_bias: dict[TokenText, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
+        default_factory=dict[str, float], max_length=MAX_NAMED_TOKENS
+    )
+    """Added to the logits of tokens, by id."""
+    allowed_token_ids: list[TokenId] = Field(
+        default_factory=list[TokenId], max_length=MAX_NAMED_TOKENS
+    )
+    """The only tokens that are drawn; empty: all."""
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]] = Field(
+        default_factory=list[str], max_length=MAX_BAD_WORDS
+    )
+    """Texts whose last token is not drawn after their others, with and without a space before."""
     format: OutputFormat | None = None
     """Required form of the answer."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -62,11 +105,11 @@ class Decoding(Message):
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling options that differ from their defaults."""
-        values = {name: getattr(self, name) for name in _SAMPLING}
+        values = {name: getattr(self, name) for name in SAMPLING}
         return {
             name: value
             for name, value in values.items()
-            if value != Decoding.model_fields[name].default
+            if value != Decoding.model_fields[name].get_default(call_default_factory=True)
         }
 
 
@@ -81,6 +124,8 @@ class TextRequest(Message):
     """Return each token's text and log-prob."""
     token_ids: bool = False
     """Return the prompt's token ids."""
+    count_only: bool = False
+    """Only return the number of the prompt's tokens, and what else is asked of the prompt."""
 
 
 TOKEN_COLUMNS = (
@@ -103,7 +148,8 @@ class Delta(Message):
     """Number of the choice: prompt · `num_choices` + number within the prompt."""
     text: str = ""
     token_ids: list[int] = Field(default_factory=list[int])
-    """New tokens; their last text may follow in a later part."""
+    """New tokens; their last text may follow in a later part. Empty for a repeated prompt, whose
+    first log-prob is NaN."""
     logprobs: list[float] = Field(default_factory=list[float])
     """Log-probs before penalties, form, top-p and top-k, if requested; always in an episode."""
     versions: list[int] = Field(default_factory=list[int])
@@ -120,8 +166,8 @@ class Delta(Message):
     """Bytes of these likeliest tokens."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice ended; null: not yet."""
-    stop: str = ""
-    """The stop text that ended it."""
+    stop: str | int = ""
+    """The stop text, or the token of `stop_token_ids`, that ended it."""
 
     def of_tokens(self, start: int, end: int | None = None, **fields: Any) -> Self:
         """Return the delta of its tokens from `start` to `end`, with other `fields` replaced."""

@@ -337,9 +337,18 @@ class HttpServer:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_ms)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            self._connection, sock=listening, ssl=self._config.ssl, backlog=_BACKLOG
+            self._connection,
+            sock=listening,
+            ssl=self._config.ssl,
+            backlog=_BACKLOG,
+            start_serving=False,
         )
         self._servers.append(server)
+        try:
+            await server.start_serving()
+        except BaseException:
+            self._end(server)
+            raise
         if self._closing is None:
             self._closing = asyncio.create_task(self._close_slow(), name="close slow connections")
         return server
@@ -351,8 +360,11 @@ class HttpServer:
         try:
             yield
         finally:
-            self._servers.remove(server)
-            server.close()
+            self._end(server)
+
+    def _end(self, server: asyncio.Server) -> None:
+        self._servers.remove(server)
+        server.close()
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Accept no more requests, let running ones end within `drain_s`, and close."""

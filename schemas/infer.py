@@ -1,6 +1,6 @@
 """Inference: chats, completions, and episodes of a game."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,15 @@ class ChatRequest(TextRequest):
     messages: list[ModelMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Tools in the form that the chat template takes."""
+    template_options: dict[str, Any] = Field(default_factory=dict[str, Any], max_length=32)
+    """Variables of the chat template (`enable_thinking`); one that it does not have is refused,
+    unless its value is false or empty."""
+    effort: str = Field(default="", max_length=32)
+    """How much to think, for templates with a variable `reasoning_effort`; `none` does not."""
+    thinks: bool | None = None
+    """Think or not, for templates with a variable `enable_thinking` or `thinking`."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
+    """As in a CompletionRequest."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest duration of the answer."""
 
@@ -47,6 +56,8 @@ class CompletionRequest(TextRequest):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
     """Return the prompts' log-probs at temperature 1, and so many of the likeliest tokens at each
     position; null: neither."""
+    echo: bool = False
+    """Begin each answer with its prompt, with `logprobs` with those of its tokens, too."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest duration of the answer."""
 
@@ -74,6 +85,14 @@ class InferPart(TextPart):
     """Prompt log-probs, if requested; before the last part."""
     vocabulary: str = ""
     """Digest of the vocabulary, with `scores`; equal for equal tokenizers."""
+    max_context: int = 0
+    """Most tokens of prompt and answer; in the first part with content."""
+    bounded_tokens: int | None = None
+    """Longest answer, if less than was asked for fits behind the prompt; in the first part."""
+    without_effect: list[Literal["effort", "thinks"]] = Field(
+        default_factory=list[Literal["effort", "thinks"]]
+    )
+    """Options that the chat template has no variable for; in the first part."""
 
 
 class PlayRequest(Message):

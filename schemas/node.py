@@ -216,13 +216,18 @@ class SchedulerLease(Message):
 
 
 class LookQuestion(Message):
-    """Which files and game of a job a node has, on `node.<n>.look`; sent before it is queued."""
+    """Which files, game and functions of a job a node has, on `node.<n>.look`; sent before it is
+    queued."""
 
     files: list[Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=list[str], max_length=512
     )
     game: str = Field(default="", max_length=512)
     """Registered name, or `package.module:Class`; empty: none."""
+    functions: list[Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=list[str], max_length=64
+    )
+    """Functions of the user's that actors import, as `package.module:function`."""
 
 
 class ModelQuestion(Message):

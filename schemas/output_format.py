@@ -27,6 +27,8 @@ A compiled schema grows with it: 100 million take gigabytes and minutes."""
 MAX_PENALTY = 2.0
 """Absolute value of presence and frequency penalties, as OpenAI bounds them."""
 MAX_REPETITION = 10.0
+MAX_BIAS = 100.0
+"""Absolute value of a token's bias, as OpenAI bounds it."""
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens per position, as OpenAI bounds them."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -80,7 +82,7 @@ class SchemaError(ConfigError):
 
 class OutputFormat(Message):
     """Required form of an answer: JSON of `json_schema`, calls of `functions`, or either if both
-    are set.
+    are set; or a text of `regex`, `choices` or `grammar`.
 
     Tokens that violate it are not drawn, nor is the end of the answer until it is complete.
     Log-probs are those of the model alone.
@@ -92,6 +94,12 @@ class OutputFormat(Message):
     """Tools, of which at least one is called."""
     is_single: bool = False
     """Exactly one tool is called."""
+    regex: str = Field(default="", max_length=MAX_SCHEMA_CHARS)
+    """Regular expression of the whole answer, without look-around."""
+    choices: list[str] = Field(default_factory=list[str], max_length=1024)
+    """Texts of which the answer is one."""
+    grammar: str = Field(default="", max_length=MAX_SCHEMA_CHARS >> 3)
+    """Context-free grammar in Lark's or GBNF's form, with the rule `start` or `root`."""
 
 
 def check_schema(schema: Any, place: str) -> None:

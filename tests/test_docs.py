@@ -5,6 +5,7 @@ Its commands are those of `test_docs_commands.py`.
 
 import ast
 import asyncio
+import importlib.util
 import re
 from pathlib import Path
 from textwrap import dedent
@@ -165,6 +166,27 @@ def test_every_python_example_compiles_and_imports_what_exists(block: Block) -> 
             named = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
         if any(name.split(".")[0] == "tinkermq" for name in named):
             exec(ast.unparse(node), {})
+
+
+def test_every_name_and_file_of_the_code_that_a_page_names_exists() -> None:
+    rooms = "schemas|broker|envs|actors|clients"
+    dotted = re.compile(rf"\btinkermq\.(?:{rooms})(?:\.[A-Za-z_][A-Za-z0-9_]*)+")
+    file = re.compile(rf"`((?:{rooms}|tests|examples|benchmarks|deploy)/[A-Za-z0-9_/.-]*)`")
+    pages_now = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that names what is gone
+    texts = {page.name: page.read_text() for page in pages_now}
+    named = {name: page for page, text in texts.items() for name in dotted.findall(text)}
+    files = {name: page for page, text in texts.items() for name in file.findall(text)}
+    assert {name: page for name, page in named.items() if not _exists(name)} == {}
+    assert {name: page for name, page in files.items() if not (ROOT / name).exists()} == {}
+
+
+def _exists(name: str) -> bool:
+    """Return whether `package.module.name` is a module, or the name of one."""
+    module, _, attribute = name.rpartition(".")
+    if importlib.util.find_spec(module) is None:
+        return False
+    found = importlib.import_module(module)
+    return hasattr(found, attribute) or importlib.util.find_spec(name) is not None
 
 
 @pytest.mark.parametrize(

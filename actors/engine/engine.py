@@ -8,7 +8,7 @@ images. Nothing here imports torch.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
+from ...schemas.output_format import MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
 from ...schemas.wire.array import FloatVector, IntVector
 from ...schemas.wire.bounds import MAX_TOP_K
 from ...schemas.wire.errors import ConfigError, EngineError, ModelError, NotFoundError
@@ -62,6 +62,16 @@ class Sampling:
     """Subtracted from the logit of each drawn token, times the number of its draws."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens of the prompt or drawn, and multiplies negative ones."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this share of the likeliest one's probability."""
+    min_tokens: int = 0
+    """No stop token is drawn before so many tokens, those drawn before included."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are drawn; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens whose last one is not drawn after the others."""
     num_top: int = 0
     """Number of likeliest tokens to report at each token's position."""
     stream_every: int = 1
@@ -70,8 +80,18 @@ class Sampling:
     @property
     def is_constrained(self) -> bool:
         """Whether tokens are drawn from other logits than the recorded ones."""
-        penalties = self.presence_penalty or self.frequency_penalty
-        return self.grammar is not None or bool(penalties) or self.repetition_penalty != 1
+        return (
+            self.grammar is not None
+            or self.repetition_penalty != 1
+            or bool(self.presence_penalty or self.frequency_penalty or self.min_p)
+            or bool(self.min_tokens or self.logit_bias or self.bad_words or self.allowed_token_ids)
+        )
+
+    def named_tokens(self) -> Iterator[int]:
+        """Yield the tokens that its bias, allowed tokens and bad words name."""
+        yield from (token for token, _ in self.logit_bias)
+        yield from self.allowed_token_ids
+        yield from (token for word in self.bad_words for token in word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,13 +445,16 @@ def check_sampling(sampling: Sampling) -> None:
         and abs(sampling.frequency_penalty) <= MAX_PENALTY
         and 0 < sampling.repetition_penalty <= MAX_REPETITION
         and 0 <= sampling.num_top <= MAX_TOP_LOGPROBS
+        and 0 <= sampling.min_p <= 1
+        and all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias)
         and sampling.num_drawn >= 0
     ):
         return
     raise ConfigError(
         f"{sampling} cannot be sampled",
         hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
-        f"and at most 1, penalties are at most {MAX_PENALTY:g} either side of 0, that of "
+        f"and at most 1, min_p 0 to 1, biases are at most {MAX_BIAS:g} and penalties at most "
+        f"{MAX_PENALTY:g} either side of 0, that of "
         f"repetition is over 0 and at most {MAX_REPETITION:g}, top_k and stop tokens are below "
         f"{_END}",
     )
@@ -444,6 +467,13 @@ def check_prompt(
     if prompt.ndim != 1 or not len(prompt):
         raise ConfigError("a prompt has no tokens", hint="give at least one token")
     _check_tokens(prompt, vocab_size)
+    wrong = next((token for token in sampling.named_tokens() if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"logit_bias, allowed_token_ids or bad_words name token {wrong}, and the model has "
+            f"{vocab_size} tokens",
+            hint="name tokens of the model's own tokenizer",
+        )
     if len(prompt) + sampling.max_new_tokens > max_context:
         raise ConfigError(
             f"a prompt of {len(prompt)} tokens and up to {sampling.max_new_tokens} new ones "
@@ -504,10 +534,11 @@ def not_finite(version: int) -> EngineError:
 
 
 def left_grammar(why: str) -> ConfigError:
-    """Return the error of a request whose output format cannot be followed to its end."""
+    """Return the error of a request that excludes all next tokens, or has too complex a form."""
     return ConfigError(
         f"the output format cannot be followed further: {why}",
-        hint="give a simpler schema: shorter alternatives, patterns and bounds",
+        hint="give a simpler schema: shorter alternatives, patterns and bounds; or exclude fewer "
+        "tokens (allowed_token_ids, bad_words, min_tokens)",
     )
 
 

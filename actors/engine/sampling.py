@@ -7,13 +7,14 @@ cumulative distribution. Top-p and top-k draw from the whole distribution and re
 is a kept one: the same distribution as renormalising over the kept tokens, without sorting the
 vocabulary. Rows for which this takes too long are sorted.
 
-Grammars exclude tokens; penalties make tokens already in an answer less likely. Both change the
-logits from which a token is drawn. Recorded and trained log-probs are those of the unchanged
-logits, as a learner computes them without grammars and penalties.
+Grammars, allowed tokens, bad words and `min_tokens` exclude tokens; biases and penalties change how
+likely they are. All change the logits from which a token is drawn. Recorded and trained log-probs
+are those of the unchanged logits, as a learner computes them without such constraints.
 
 Shape letters: B rows, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,14 @@ from ...schemas.wire.array import IntVector
 from ..policy.grammar import GrammarState, MaskFiller
 from .engine import Sampling
 
-# -- grammars and penalties ------------------------------------------------------------------------
+# -- grammars, biases and penalties ----------------------------------------------------------------
+
+_NONE_LEFT = "allowed_token_ids, bad_words, min_tokens and the required form exclude every token"
+_EXCLUDED = float("-inf")
 
 
 class RowConstraint:
-    """Grammar and penalties of one answer, and its tokens so far."""
+    """Grammar, biases and penalties of one answer, and its tokens so far."""
 
     def __init__(self, sampling: Sampling, prompt: IntVector) -> None:
         """Start after a prompt; its last `sampling.num_drawn` tokens belong to the answer."""
@@ -40,6 +44,9 @@ class RowConstraint:
         self._repetition = sampling.repetition_penalty
         self._counts: dict[int, int] = {}
         self._seen = set[int](prompt[:begun].tolist()) if self._repetition != 1 else set[int]()
+        self._sampling = sampling
+        self._drawn: list[int] = []
+        self._error = ""
         self.state: GrammarState | None = None
         if sampling.grammar is not None:
             self.state = sampling.grammar.begin()
@@ -54,10 +61,11 @@ class RowConstraint:
     @property
     def error(self) -> str:
         """Why the answer cannot continue; empty: it can."""
-        return "" if self.state is None else self.state.error
+        return self._error or ("" if self.state is None else self.state.error)
 
     def accept_token(self, token: int) -> None:
         """Add a token to the answer."""
+        self._drawn.append(token)
         self._counts[token] = self._counts.get(token, 0) + 1
         if self._repetition != 1:
             self._seen.add(token)
@@ -76,6 +84,46 @@ class RowConstraint:
             lower = torch.as_tensor(self._presence + self._frequency * counts)
             logits_V[at] -= lower.to(logits_V.device, logits_V.dtype)
 
+    def bias(self, logits_V: torch.Tensor) -> None:
+        """Add the biases, and exclude tokens, as vLLM does before penalties."""
+        sampling = self._sampling
+        if sampling.logit_bias:
+            ids, biases = zip(*sampling.logit_bias, strict=True)
+            at = torch.as_tensor(ids, device=logits_V.device)
+            logits_V[at] += torch.as_tensor(biases, device=logits_V.device, dtype=logits_V.dtype)
+        if sampling.allowed_token_ids:
+            at = torch.as_tensor(sampling.allowed_token_ids, device=logits_V.device)
+            own = logits_V[at]
+            logits_V.fill_(_EXCLUDED)
+            logits_V[at] = own
+        excluded = [
+            word[-1]
+            for word in sampling.bad_words
+            if len(word) == 1 or self._drawn[1 - len(word) :] == list(word[:-1])
+        ]
+        if len(self._drawn) < sampling.min_tokens:
+            excluded += (stop for stop in sampling.stop_token_ids if 0 <= stop < len(logits_V))
+        if excluded:
+            logits_V[torch.as_tensor(excluded, device=logits_V.device)] = _EXCLUDED
+
+    def filter(self, logits_V: torch.Tensor, own_V: torch.Tensor) -> None:
+        """Exclude tokens by `min_p`; if none is left at all, set `error` and restore `own_V`."""
+        sampling = self._sampling
+        if not (
+            sampling.min_p
+            or sampling.min_tokens
+            or sampling.bad_words
+            or sampling.allowed_token_ids
+        ):
+            return
+        best = float(logits_V.max())
+        if best == _EXCLUDED:
+            self._error = _NONE_LEFT
+            logits_V.copy_(own_V)
+        elif sampling.min_p and sampling.temperature:
+            least = best + sampling.temperature * math.log(sampling.min_p)
+            logits_V.masked_fill_(logits_V < least, _EXCLUDED)
+
 
 class Constraining:
     """Applies the constraints of a batch."""
@@ -88,13 +136,14 @@ class Constraining:
     ) -> torch.Tensor | None:
         """Return float32[B, V], a changed copy of the logits for drawing; None: no change.
 
-        Tokens excluded by a grammar have -inf.
+        Excluded tokens have -inf.
         """
         if not any(constraints):
             return None
         shaped_BV = logits_BV.to(torch.float32, copy=True)
         for row, constraint in enumerate(constraints):
             if constraint is not None:
+                constraint.bias(shaped_BV[row])
                 constraint.penalize(shaped_BV[row])
         states = {
             row: constraint.state
@@ -105,12 +154,15 @@ class Constraining:
             allowed = self._masks.allowed(list(states.values()), shaped_BV.shape[1])
             denied = torch.as_tensor(~allowed, device=shaped_BV.device)
             for place, row in enumerate(states):
-                shaped_BV[row].masked_fill_(denied[place], float("-inf"))
+                shaped_BV[row].masked_fill_(denied[place], _EXCLUDED)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                constraint.filter(shaped_BV[row], logits_BV[row])
         return shaped_BV
 
 
 def masked_shares(probs_BV: torch.Tensor, shaped_BV: torch.Tensor) -> torch.Tensor:
-    """Return float32[B]: the share of the probability that a grammar excluded."""
+    """Return float32[B]: the share of the probability that was excluded."""
     return (probs_BV * torch.isneginf(shaped_BV)).sum(-1).clamp(0, 1)
 
 
@@ -165,7 +217,7 @@ class Draw:
     tokens_B: NDArray[np.int64]
     logprobs_B: NDArray[np.float32]
     masked_B: NDArray[np.float32] | None = None
-    """Share of the probability that a grammar excluded; None: no logits were changed."""
+    """Share of the probability that was excluded; None: no logits were changed."""
     top_ids_BK: NDArray[np.int32] | None = None
     """The likeliest tokens in order, if requested."""
     top_logprobs_BK: NDArray[np.float32] | None = None
@@ -185,7 +237,7 @@ def draw(
     shaped_BV: torch.Tensor | None = None,
     num_top: int = 0,
 ) -> Draw:
-    """Draw one token per row, from `shaped_BV` if a grammar or penalties changed the logits.
+    """Draw one token per row, from `shaped_BV` if constraints changed the logits.
 
     The log-prob is that of softmax(logits / temperature) before any filter; a greedy row
     (temperature 0) takes the likeliest token and records its log-prob at temperature 1. Rows with

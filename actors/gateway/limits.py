@@ -45,7 +45,7 @@ completely."""
 MAX_THREADS = 2
 """Maximum number of threads for one user; queued work has no thread."""
 _CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
-_APIS = ("/v1/", "/tinker/", "/e/")
+_APIS = ("/v1/", "/tinker/", "/e/", "/tokenize", "/detokenize")
 _TINKER = "/tinker/api/v1/"
 _LIGHT = tuple(
     _TINKER + path
@@ -91,7 +91,7 @@ def body_bytes(headers: Mapping[str, str], largest: int) -> int:
 
 def max_body_bytes(path: str) -> int:
     """Return the maximum size of a body; conversations may contain images."""
-    if path.startswith(("/v1/", "/tinker/")):
+    if path.startswith(_APIS) and not path.startswith("/e/"):
         return MAX_INFERENCE_BYTES
     return MAX_CONFIG_BYTES if path in _CONFIGS else MAX_FORM_BYTES
 

@@ -2,9 +2,12 @@
 
 `/v1/models` lists the models; `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
 `/v1/messages` send requests to the server of an inference job, or to a sampler of a Tinker service
-for the path of a checkpoint (`tinker://…`). Errors have the form of each API.
+for the path of a checkpoint (`tinker://…`). `/tokenize`, `/detokenize` (vLLM's) and
+`/v1/messages/count_tokens` ask it for tokens alone. Errors have the form of each API.
 
-A parameter without effect is refused by name, unless it is a label or its value is the default.
+A parameter without effect is refused by name, unless it is a label or its value is the default. One
+that only asks for a manner, such as how long to think, is named in the header
+`x-tinkermq-without-effect`.
 Chat Completions keep reasoning in their text, like other servers, unless the required form of the
 answer excludes it; Responses and Messages return it as reasoning.
 """
@@ -35,17 +38,17 @@ from ...broker.client.parts import Room, ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
 from ...schemas import infer
-from ...schemas.generation import Decoding
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.model_apis import answers
 from ...schemas.model_apis.chat import CHAT, COMPLETIONS
 from ...schemas.model_apis.messages import MESSAGES
+from ...schemas.model_apis.neutral import is_label
 from ...schemas.model_apis.reading import AnswerReader
 from ...schemas.model_apis.request import (
+    Fields,
     ModelRequest,
     RequestError,
     bounds_error,
-    is_label,
     json_of,
     served_request,
 )
@@ -254,27 +257,23 @@ _KEEPALIVE_S = 15.0
 """Interval that is shorter than the timeouts of reverse proxies for idle streams."""
 _CLIENT_CLOSED = 499
 _SHOWN = 100
-_SAMPLED = frozenset(Decoding.model_fields)
-"""Sampling options of served models."""
+_MANNERS = frozenset({"text.verbosity", "thinking.budget_tokens", "thinking.display", "verbosity"})
+"""Fields that ask for a manner that models here cannot choose: they do not change an answer."""
 _SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
 """Fields with an effect only for served models; in an episode answers are trained as generated."""
-_NO_EFFORT = "how much a model thinks is set by its chat template: leave it out"
 _HINTS = {
     "background": "answers are not kept: ask for a stream, and read it",
     "functions": "give tools instead",
     "include": "an answer holds what there is: leave it out",
-    "output_config.effort": _NO_EFFORT,
-    "reasoning": _NO_EFFORT,
-    "reasoning_effort": _NO_EFFORT,
+    "max_tokens": "give max_tokens or max_completion_tokens, or both with one value",
     "store": "answers are not kept: give false, and send the whole conversation as input",
     "stream_options.include_usage": "it has no effect without stream",
-    "text.verbosity": "how long an answer is, is the model's choice: say it in the prompt",
-    "thinking": _NO_EFFORT,
     "tool_choice": "give auto or none, and with tools required or the name of a function",
     "top_logprobs": "it has no effect without logprobs",
     "truncation": "a conversation that is too long is refused: shorten it",
-    "verbosity": "how long an answer is, is the model's choice: say it in the prompt",
 }
+_FAULTS = {"max_tokens": "max_tokens and max_completion_tokens differ"}
+"""What is wrong with fields that are supported."""
 
 
 class Answering:
@@ -300,13 +299,37 @@ class Answering:
         reader = AnswerReader(api, model_request, query.request)
         if not model_request.stream:
             raw = await unless_gone(request, _whole(parts, reader, room))
-            return Response(raw, media_type="application/json")
+            headers = _told(model_request, reader.head)
+            return Response(raw, media_type="application/json", headers=headers)
         first = await unless_gone(request, _first_of(parts, self._keepalive_s))
+        head = first.result() if first.done() else None
         return StreamingResponse(
             _stream(first, parts, reader, api, self._keepalive_s),
             media_type="text/event-stream",
-            headers=_STREAM_HEADERS,
+            headers={**_STREAM_HEADERS, **_told(model_request, head)},
         )
+
+    async def of_prompt(
+        self, request: Request, broker: Broker, model_request: ModelRequest, **more: Any
+    ) -> infer.InferPart:
+        """Return what a server says of a request's prompt, without an answer to it."""
+        query = _query(model_request, "chat").model_copy(update={"count_only": True, **more})
+        model = await self._models.find(broker, model_request.model)
+        query = query.model_copy(update={"adapter": model.adapter})
+        room: Room | None = request.scope.get(TAKEN)
+        async with aclosing(model.ask(broker, query, room)) as parts:
+            return [part async for part in parts][-1]
+
+
+def _told(model_request: ModelRequest, head: infer.InferPart | None) -> dict[str, str]:
+    """Return headers with what of a request has another effect than its sender may expect."""
+    names = [name for name in model_request.without_effect if name in _MANNERS]
+    headers: dict[str, str] = {}
+    if head is not None:
+        names += [model_request.served_only[name] for name in head.without_effect]
+        if head.bounded_tokens is not None:
+            headers["x-tinkermq-max-tokens"] = str(head.bounded_tokens)
+    return {**headers, **({"x-tinkermq-without-effect": ", ".join(names)} if names else {})}
 
 
 def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
@@ -316,23 +339,28 @@ def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
         _refuse_stateful("the parameter 'stateful'", "stateful")
     model_request = api.read(value)
     _check(model_request)
-    try:
-        query = served_request(model_request, uuid.uuid4().hex)
-    except ValidationError as error:
-        raise bounds_error(error, api.name) from error
+    query = _query(model_request, api.name)
     decoding = query.decoding
     sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p}
     echo = {**model_request.echo, **{n: 1.0 if v is None else v for n, v in sampling.items()}}
     return replace(model_request, echo=echo), query
 
 
+def _query(model_request: ModelRequest, api: str) -> Query:
+    try:
+        return served_request(model_request, uuid.uuid4().hex)
+    except ValidationError as error:
+        raise bounds_error(error, api) from error
+
+
 def _check(model_request: ModelRequest) -> None:
     """Raise RequestError for a field that servers do not support."""
-    for name in (*model_request.without_effect, *(set(model_request.sampling) - _SAMPLED)):
-        if not is_label(name) and not (model_request.calls_one and name in _SINGLE):
+    for name in model_request.without_effect:
+        is_known = is_label(name) or name in _MANNERS
+        if not is_known and not (model_request.calls_one and name in _SINGLE):
             name = name[:_SHOWN]
             raise RequestError(
-                f"the parameter {name!r} is not supported here",
+                _FAULTS.get(name, f"the parameter {name!r} is not supported here"),
                 param=name,
                 hint=_HINTS.get(name, "leave it out"),
             )
@@ -500,6 +528,11 @@ def routes(
         ("/v1/responses", RESPONSES),
         ("/v1/messages", MESSAGES),
     )
+    of_tokens = (
+        ("/tokenize", endpoints.tokenize, CHAT),
+        ("/detokenize", endpoints.detokenize, CHAT),
+        ("/v1/messages/count_tokens", endpoints.count_tokens, MESSAGES),
+    )
     return [
         Route("/v1/models", guarded(endpoints.models), methods=["GET"]),
         Route("/v1/models/{model:path}", guarded(endpoints.model), methods=["GET"]),
@@ -507,6 +540,7 @@ def routes(
             Route(path, guarded(endpoints.answering(api), api), methods=["POST"])
             for path, api in methods
         ),
+        *(Route(path, guarded(do, api), methods=["POST"]) for path, do, api in of_tokens),
     ]
 
 
@@ -540,6 +574,40 @@ class ModelEndpoints:
 
         return answer
 
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a text or a conversation, as vLLM's server does."""
+        broker = await self._broker_of(request)
+        body = json_of(await request.body())
+        is_chat = isinstance(body, dict) and "messages" in body
+        model_request = (CHAT if is_chat else COMPLETIONS).read(body)
+        _check(model_request)
+        if len(model_request.prompts) > 1:
+            raise RequestError("prompt must be one text", param="prompt")
+        part = await self._answering.of_prompt(request, broker, model_request, token_ids=True)
+        counted = {"count": part.prompt_tokens, "max_model_len": part.max_context}
+        return JSONResponse({**counted, "tokens": part.prompt_token_ids[0], "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of tokens, as vLLM's server does."""
+        broker = await self._broker_of(request)
+        fields = Fields(json_of(await request.body()))
+        tokens = fields.items("tokens")
+        model_request = COMPLETIONS.read({"model": fields.any("model"), "prompt": tokens})
+        _check(replace(model_request, without_effect=fields.unread()))
+        is_ids = [not isinstance(prompt, str) for prompt in model_request.prompts]
+        if is_ids != [True]:
+            raise RequestError("tokens must be token ids", param="tokens")
+        part = await self._answering.of_prompt(request, broker, model_request, echo=True)
+        return JSONResponse({"prompt": part.deltas[0].text})
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of a conversation's tokens, as Messages does."""
+        broker = await self._broker_of(request)
+        model_request = MESSAGES.read(json_of(await request.body()))
+        _check(model_request)
+        part = await self._answering.of_prompt(request, broker, model_request)
+        return JSONResponse({"input_tokens": part.prompt_tokens})
+
 
 def guarded(
     endpoint: Callable[[Request], Awaitable[Response]], api: answers.ModelApi = CHAT
@@ -560,14 +628,31 @@ def guarded(
     return answer
 
 
+def is_of_api(path: str) -> bool:
+    """Whether errors at a path have the form of a model API."""
+    return path.startswith(("/v1/", f"{OF_TINKER}/")) or path in ("/tokenize", "/detokenize")
+
+
 def api_of(path: str) -> answers.ModelApi:
     """Return the API in whose form errors are written under a path."""
-    return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
+    if path.startswith("/v1/messages"):
+        return MESSAGES
+    return RESPONSES if path.startswith("/v1/responses") else CHAT
+
+
+def no_endpoint(method: str, path: str, status: int) -> RequestError:
+    """Return the error of a request to a path, or with a method, that no API here has."""
+    what = f"{method} is not answered at {path}" if status == 405 else f"there is no {path} here"
+    return RequestError(
+        what,
+        hint="there are POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
+        "/v1/messages/count_tokens, /tokenize and /detokenize, and GET /v1/models",
+    )
 
 
 def worded(error: errors.TinkermqError, status: int, api: answers.ModelApi) -> dict[str, Any]:
-    """Return an error in the form of an API; status 404 means an unknown model."""
+    """Return an error in the form of an API; NotFoundError means an unknown model."""
     value = api.error(error, status)
-    if status == 404 and "code" in value["error"]:
+    if isinstance(error, errors.NotFoundError) and "code" in value["error"]:
         value["error"]["code"] = _NO_MODEL
     return value

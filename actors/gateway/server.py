@@ -79,6 +79,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
     app = Starlette(
         routes=[
             Route("/healthz", healthz),
+            Route("/health", healthz),
             Route("/metrics", metrics),
             Route("/api/openapi.json", openapi_document),
             *rest.routes(),
@@ -173,7 +174,7 @@ async def _pool_text(gateway: Gateway, visitor: Visitor) -> bytes:
 
 def _wants_json(request: Request) -> bool:
     path = request.url.path
-    return path.startswith("/api/v1") or path in ("/metrics", "/healthz")
+    return path.startswith("/api/v1") or path in ("/metrics", "/healthz", "/health")
 
 
 async def _our_error(request: Request, error: errors.TinkermqError) -> Response:
@@ -189,7 +190,7 @@ def _error_response(
 ) -> Response:
     """Answer with an error in the form of the visitor's API."""
     again = {**({"retry-after": "1"} if status == _TOO_MANY else {}), **(headers or {})}
-    if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
+    if openai.is_of_api(path := request.url.path):
         fields = openai.worded(error, status, openai.api_of(path))
         return Json(fields, status_code=status, headers=again)
     if _wants_json(request):
@@ -201,9 +202,13 @@ def _error_response(
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
+    path, status = request.url.path, error.status_code
+    if openai.is_of_api(path) and status in (404, 405):
+        message = openai.no_endpoint(request.method, path, status)
+        return _error_response(request, message, status, error.headers)
     message = errors.NotFoundError(
-        f"page {request.url.path} does not exist" if error.status_code == 404 else error.detail,
-        hint="" if error.status_code != 404 else "start at /jobs",
+        f"page {path} does not exist" if status == 404 else error.detail,
+        hint="" if status != 404 else "start at /jobs",
     )
     return _error_response(request, message, error.status_code, error.headers)
 

@@ -15,13 +15,14 @@ from typing import Any
 from ...broker.client.login import without_secrets
 from ...broker.client.rpc import Service
 from ...envs.dataset import is_dataset_name
-from ...envs.registry import find_game
+from ...envs.registry import find_game, find_module
 from ...envs.task_folders import holds_tasks
 from ...schemas.checks import (
     LAST_LINE,
     Check,
     CheckReply,
     CheckResult,
+    CheckSkipped,
     failed_check,
     read_result,
     run_checks,
@@ -86,12 +87,14 @@ class FileChecks:
 
 
 def check_files_now(question: LookQuestion) -> CheckReply:
-    """Look for the files, and for the game's package."""
+    """Look for the files, and for the modules of the game and of functions."""
     checks: list[Check] = []
     if question.files:
         checks.append(Check("data", lambda: _check_files(question.files)))
     if question.game:
         checks.append(Check("game", lambda: _check_package(question.game)))
+    if question.functions:
+        checks.append(Check("functions", lambda: _check_modules(question.functions)))
     return CheckReply(results=list(run_checks(checks)))
 
 
@@ -107,6 +110,12 @@ def _check_files(names: list[str]) -> str:
 
 def _check_package(game: str) -> str:
     return f"{find_game(game)}: its package is there; `tinkermq env check` plays it"
+
+
+def _check_modules(functions: list[str]) -> str:
+    for function in functions:
+        find_module(function, f"function {function!r}")
+    return f"the modules of {', '.join(functions)} are there"
 
 
 def _is_dataset(name: str) -> bool:
@@ -214,9 +223,11 @@ class EnvCheckRunner:
             environment = {VARIABLE: request, **ENVIRONMENT}
             oom_kills = num_oom_kills()
             child = await self._starter.start(question.wanted, environment, writing, command)
-        except (OSError, ValueError) as error:  # a folder's name may contain a null byte
+        except BaseException as error:
             os.close(reading)
-            raise GameError(str(error), hint="see the node's log") from error
+            if isinstance(error, OSError | ValueError):  # a folder's name may contain a null byte
+                raise GameError(str(error), hint="see the node's log") from error
+            raise
         finally:
             os.close(writing)
         output = _Output()
@@ -281,7 +292,7 @@ class _ModelInspection:
             async with asyncio.timeout(_INSPECT_S):
                 printed, _ = await process.communicate(pack(request))
         except TimeoutError:
-            late = ModelError(
+            late = CheckSkipped(  # slowness says nothing about the model
                 f"the model was not inspected within {_INSPECT_S:.0f} s",
                 hint="the disk of its folder, or the node, may be slow",
             )

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schemas.local.process import die_with
+from ...schemas.local.process import die_with, leave
 
 PACKET_BYTES = 256 * 1024
 PING = b"{}"
@@ -185,4 +185,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

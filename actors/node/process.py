@@ -537,8 +537,10 @@ class ActorProcess:
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.spec, self._environment, writing)
-        except Exception as error:  # noqa: BLE001  one actor's error must not end the whole node
+        except BaseException as error:
             os.close(reading)
+            if not isinstance(error, Exception):
+                raise  # one actor's error must not end the whole node
             if not isinstance(error, OSError):
                 _log.exception("actor_not_started", child=self.spec.name)
             self._output.add([f"cannot start {self.spec.name}: {error}"])
@@ -620,8 +622,8 @@ class ActorProcess:
         fields = {
             "event": "actor_failed",
             "code": "deadline",
-            "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
-            "did not reach the broker",
+            "message": f"no heartbeat came for {self._silent_s:.0f} s: it may be stopped, "
+            "hang, or not reach the broker",
             "hint": "it is started again; py-spy or gdb show where a process hangs",
         }
         self._output.add([json.dumps(fields)])

@@ -16,7 +16,6 @@ rendering; `at` returns the same templating at another time.
 """
 
 import copy
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
 from . import model_folder
 from .call_form import CallForm, find_call_form
-from .token_text import SpecialText, TokenBytes, special_tokens
+from .template_variables import settable, variables_of
+from .token_text import SpecialText, TokenBytes, marks_of
 from .vision import check_seen, with_room
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ _REASONED = (
     "more\n</think>\n\na second reply",
     "and more\n</think>\n\na third reply",
 )
-_MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
-"""Form of a marker that a template writes around roles, unlike the words of a vocabulary."""
 _BETWEEN = ("\n", "a", "0", ".", "一")
 """Texts before which nothing joins: a piece encoded after one has no token of a text's start."""
 _TAIL = 24
@@ -131,7 +129,7 @@ class ChatTokenizer:
         self._proven_tools = set[str]()
         self._token_texts: dict[int, str] = {}
         self._token_bytes: TokenBytes | None = None
-        self._marks = _marks_of(tokenizer)
+        self._marks = marks_of(tokenizer)
         self._texts = SpecialText(tokenizer)
         self._depends_on_place = self._is_other_behind_text()
         chats = must_chat or self._has_template
@@ -168,11 +166,26 @@ class ChatTokenizer:
         """
         if not self._asks_time or seconds == self._time:
             return self
+        return self._changed(_time=seconds)
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Return the same templating with values for `template_options`; see `settable`."""
+        chosen = settable(options, self.template_options)
+        return self._changed(_template_kwargs=self._template_kwargs | chosen) if chosen else self
+
+    def _changed(self, **attributes: Any) -> Self:
         other = copy.copy(self)
-        other._time = seconds
-        head = other._rendered(_STAND_IN, prompt=False) or ""
-        other._before = _until_reply(head)
+        vars(other).update(attributes)
+        other._before = _until_reply(other._rendered(_STAND_IN, prompt=False) or "")
         return other
+
+    @property
+    def template_options(self) -> frozenset[str]:
+        """Variables of the template that a request may set, such as `enable_thinking`."""
+        if "options" not in self.findings:
+            own = cast("Any", self._tokenizer).special_tokens_map
+            self.findings["options"] = variables_of(self.template).difference(own)
+        return self.findings["options"]
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -761,14 +774,6 @@ def _num_shared(left: str, other: str) -> int:
 def _until_reply(rendered: str) -> str:
     """Return a rendering up to the end of the sample reply; empty if it is not in it."""
     return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
-
-
-def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Return the special tokens, and added ones that look like markers of a template."""
-    added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
-    marks = {int(number): str(token.content) for number, token in added}
-    marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
-    return marks | {number: name for name, number in special_tokens(tokenizer).items()}
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

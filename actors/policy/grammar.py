@@ -11,6 +11,7 @@ are served in turn, one grammar at a time, and the memory of a user's grammars i
 
 import asyncio
 import json
+import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import llguidance
 import llguidance.numpy
 import numpy as np
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from numpy.typing import NDArray
 
 from ...broker.client.fair_queue import FairLock
@@ -346,6 +348,9 @@ class OutputGrammars:
         if form.functions:
             rules += self._calls(form, tools)
             kinds.append("calls")
+        if form.regex or form.choices or form.grammar:
+            rules.append(f"text: {_text_rule(form)}")
+            kinds.append("text")
         if not kinds:
             raise ConfigError("an output format is empty", hint="leave it out")
         thought = ""
@@ -485,6 +490,32 @@ def _arguments(schema: Any, place: str) -> dict[str, Any]:
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _text_rule(form: OutputFormat) -> str:
+    """Return the expression of a text other than JSON."""
+    if form.choices:
+        return " | ".join(map(_text, form.choices))
+    if form.grammar:
+        return f"%lark {{\n{_as_lark(form.grammar)}\n}}"
+    whole = form.regex.removeprefix("^")
+    if whole.endswith("$") and not whole.endswith("\\$"):
+        whole = whole[:-1]
+    escaped = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", whole, flags=re.DOTALL)
+    return f"/{escaped.replace(chr(10), chr(92) + 'n')}/"
+
+
+def _as_lark(grammar: str) -> str:
+    """Return a grammar in Lark's form; one with `::=` is in GBNF's. Raises ConfigError."""
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except GbnfToLarkError as error:
+        raise ConfigError(
+            f"the grammar cannot be read as GBNF: {str(error)[:_SHOWN]}",
+            hint="give one in GBNF's or Lark's form",
+        ) from error
 
 
 def _space_rule() -> str:

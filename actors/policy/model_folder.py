@@ -440,6 +440,10 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return digest.hexdigest()
 
 
+_NAMED = 8
+"""Number of tokens that an error names."""
+
+
 def check_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", path: str
 ) -> None:
@@ -449,10 +453,16 @@ def check_tokenizer(
     # ids may have gaps, so the last one counts, not their number
     num_tokens = max(len(tokenizer), 1 + max(ids.values(), default=0))
     if num_tokens > known:
+        unknown = [
+            token for number, token in sorted((n, t) for t, n in ids.items()) if number >= known
+        ]
+        named = f", not {', '.join(map(repr, unknown[:_NAMED]))}" if unknown else ""
         raise ModelError(
             f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
-            f"knows {known}",
-            hint="use the tokenizer that was saved with the model",
+            f"knows {known}{named}",
+            hint="use the tokenizer that was saved with the model; or give the model rows for "
+            f"these, and save both: model.resize_token_embeddings({num_tokens}). transformers "
+            "adds tokens that the tokenizer's class for this model_type always has",
         )
 
 

@@ -160,7 +160,8 @@ def save_tiny_model(
     """
     from .vision import Processor
 
-    tokenizer: Any = make_tokenizer(words=words)
+    # transformers' tokenizer of a qwen2 has this token in any case
+    tokenizer: Any = make_tokenizer(["<|endoftext|>"] if kind == "qwen2" else (), words)
     tokenizer.chat_template = template
     model = make_model(
         kind=kind,

@@ -121,13 +121,19 @@ _UNFINISHED = "�"
 class TextStream:
     """The text of one streamed choice."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        """Decode tokens with `decode`; end before the first of `stops`."""
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        """Decode tokens with `decode`; end before the first of `stops` behind `min_tokens`."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
         self._ids: list[int] = []
         self._known = self._read = 0
         self._held: str = ""
+        self._min_tokens = min_tokens
         self.stopped = False
         """A stop text was found: no more text follows."""
         self.stop = ""
@@ -151,7 +157,8 @@ class TextStream:
         if now.endswith(_UNFINISHED) and not final:
             # A stop text may be complete before the incomplete character.
             whole = now.rstrip(_UNFINISHED)[len(before) :]
-            return whole if self._places(self._held + whole) else ""
+            may_stop = len(self._ids) > self._min_tokens
+            return whole if may_stop and self._places(self._held + whole) else ""
         if len(now) <= len(before):
             return ""
         self._known, self._read = self._read, len(self._ids)
@@ -161,6 +168,8 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + fresh
+        if len(self._ids) <= self._min_tokens:
+            return text
         if places := self._places(text):
             place, number = min(places)
             self.stopped, self._held, self.stop = True, "", self._stops[number]
@@ -432,3 +441,15 @@ def _rename_in(model: dict[str, Any], names: Mapping[str, str]) -> None:
             for pair, (left, right) in zip(merges, pairs, strict=True)
             if not {left, right, left + right} & names.keys()
         ]
+
+
+_MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
+"""Form of a marker that a template writes around roles, unlike the words of a vocabulary."""
+
+
+def marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Return the special tokens, and added ones that look like markers of a template."""
+    added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
+    marks = {int(number): str(token.content) for number, token in added}
+    marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
+    return marks | {number: name for name, number in special_tokens(tokenizer).items()}

@@ -7,6 +7,7 @@ apply during generation, so that no generated token is cut off afterwards.
 A recorder stores the progress. If another generator began the episode, it continues from there.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -149,6 +150,7 @@ class AgentLoop:
         transcript = Transcript() if transcript is None else transcript
         game: GameAt | None = None
         finish: Finish | None = None
+        has_failed = True
         try:
             with blaming("environment", transcript):
                 game = await self._start(plan, transcript, recorder)
@@ -166,12 +168,17 @@ class AgentLoop:
                     finish = await self._interact(plan, game, transcript)
             with blaming("environment", transcript):
                 teaching = self._teaching(plan, transcript, game)
+            has_failed = False
             return self._trajectory(plan, transcript, finish, game.host, teaching)
+        except (asyncio.CancelledError, Fenced):
+            has_failed = False  # another generator may continue it
+            raise
         finally:
             self._engine.release(plan.episode)
             recorder.stop()
-            if game is not None and finish not in ("done", "timeout") and not recorder.keeps_game:
-                self._environments.close(game.host, game.episode)  # others end by themselves
+            ends_itself = finish in ("done", "timeout")
+            if game is not None and not ends_itself and (has_failed or not recorder.keeps(game)):
+                self._environments.close(game.host, game.episode)
 
     async def _start(
         self, plan: EpisodePlan, transcript: Transcript, recorder: EpisodeRecorder

@@ -387,9 +387,11 @@ class CallAnswers:
     async def close(self, why: str) -> None:
         """Refuse further calls with the reason, and end those in progress."""
         self._over = why
-        await self._end_open()
-        for conversation in self._conversations:
-            self._engine.release(conversation)
+        try:
+            await self._end_open()
+        finally:
+            for conversation in self._conversations:
+                self._engine.release(conversation)
 
     async def _end_open(self) -> None:
         await end_tasks(answer.task for answer in self._open)

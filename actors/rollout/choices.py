@@ -43,6 +43,10 @@ def sampling_of(
         presence_penalty=decoding.presence_penalty,
         frequency_penalty=decoding.frequency_penalty,
         repetition_penalty=decoding.repetition_penalty,
+        min_p=decoding.min_p,
+        min_tokens=decoding.min_tokens,
+        logit_bias=tuple((int(token), bias) for token, bias in decoding.logit_bias.items()),
+        allowed_token_ids=tuple(decoding.allowed_token_ids),
         num_top=decoding.top_logprobs,
     )
 
@@ -70,9 +74,12 @@ class GrowingChoice:
         tells_tokens: bool = False,
         tells_policy: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
+        min_tokens: int = 0,
+        unsaid: Sequence[int] = (),
     ) -> None:
-        """Begin choice `number`, which the first of `stops` ends.
+        """Begin choice `number`, which the first of `stops` behind `min_tokens` tokens ends.
 
+        A token of `unsaid` ends it, too, and has no text.
         Each token is decoded only with `by_token` or stop texts, since decoding the whole at once
         is cheaper. With `tools`, and a model with its own format of calls, text that may be a call
         is held back until the choice ends. With `tells_tokens` its deltas have each token's text
@@ -95,8 +102,14 @@ class GrowingChoice:
         self._tools = tools if tools and reads_whole(chat) else ()
         self._plain = ""
         self._by_token = by_token or bool(stops)
+        self._unsaid = frozenset(unsaid)
         self._decode = decode or chat.decode
-        self._stream = TextStream(self._decode, stops)
+        self._stream = TextStream(self._said, stops, min_tokens)
+
+    def _said(self, ids: Sequence[int]) -> str:
+        if not self._unsaid:
+            return self._decode(ids)
+        return self._decode([token for token in ids if token not in self._unsaid])
 
     @property
     def stopped(self) -> bool:
@@ -139,7 +152,7 @@ class GrowingChoice:
         if self._by_token:
             self._plain += self._stream.finish()
         else:
-            self._plain = self._decode(ids)
+            self._plain = self._said(ids)
         if self.stopped:
             self.text = hermes_text(self._chat, self._plain, self._tools)
         elif self._tools:
@@ -196,10 +209,16 @@ class GrowingChoice:
                 "text": text,
                 "token_ids": [drawn.token_id for drawn in fresh],
                 "finish": finish,
-                "stop": self._stream.stop if finish else "",
+                "stop": self._stop() if finish else "",
                 **fields,
             }
         )
+
+    def _stop(self) -> str | int:
+        """Return the stop text, or the token of the request, that ended it; empty: another."""
+        last = self.drawn[-1].token_id if self.drawn else -1
+        is_own = self.finish == "stop" and last in self._unsaid
+        return last if is_own and not self.stopped else self._stream.stop
 
     def _texts_of(self, fresh: Sequence[Drawn], *, is_first: bool) -> Iterator[tuple[str, bytes]]:
         """Yield the text and the bytes of each token by itself."""
@@ -273,7 +292,8 @@ def in_messages(deltas: Sequence[Delta]) -> list[list[Delta]]:
     for delta in deltas:
         width = 1 + 3 * len(delta.tokens[:1]) + 3 * max(map(len, delta.top_logprobs), default=0)
         for piece in cut(delta, max(1, PART_VALUES // width)):
-            num_values = len(piece.text) + width * len(piece.token_ids)
+            num = max(len(piece.token_ids), len(piece.tokens))
+            num_values = len(piece.text) + width * num
             if messages[-1] and num_values > room:
                 messages.append([])
                 room = PART_VALUES
@@ -284,7 +304,8 @@ def in_messages(deltas: Sequence[Delta]) -> list[list[Delta]]:
 
 def cut(delta: Delta, num_tokens: int) -> Iterator[Delta]:
     """Yield a delta in pieces of so many tokens; the first has the text, the last the end."""
-    starts = range(0, len(delta.token_ids), num_tokens) or range(1)
+    num = max(len(delta.token_ids), len(delta.tokens))
+    starts = range(0, num, num_tokens) or range(1)
     for start in starts:
         text = {} if start == 0 else {"text": ""}
         end = {} if start == starts[-1] else {"finish": None, "stop": ""}

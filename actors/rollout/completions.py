@@ -6,7 +6,7 @@ Log-probs of prompts are sent in pieces that fit a message.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from ..engine.engine import Generation, OnToken, PromptScores, Sampling
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
 from .agent_loop import EpisodeSampling
-from .choices import PART_VALUES, DeltaWriter, GrowingChoice, sampling_of
+from .choices import PART_VALUES, DeltaWriter, GrowingChoice, in_messages, sampling_of
 from .template_facts import HistoryRenderer, facts_of
 
 # -- log-probs of prompts --------------------------------------------------------------------------
@@ -96,16 +96,29 @@ class _Prompt:
     images: Sequence[bytes] = ()
     opened: str = ""
     """The mark with which the prompt opens the reasoning of the answer."""
+    without_effect: Sequence[str] = ()
+    """Options of the request that the template has no variable for."""
+    text: str | None = None
+    """The text as sent; None: token ids, or a conversation."""
 
 
 class _Head:
     """Fields about the prompts, sent once."""
 
-    def __init__(self, request: TextRequest, prompts: Sequence[_Prompt]) -> None:
+    def __init__(
+        self,
+        request: TextRequest,
+        prompts: Sequence[_Prompt],
+        max_context: int,
+        bounded: int | None = None,
+    ) -> None:
         self._fields: dict[str, Any] = {
             "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
             "opened": prompts[0].opened,
             "prompt_token_ids": [prompt.ids for prompt in prompts] if request.token_ids else [],
+            "max_context": max_context,
+            "bounded_tokens": bounded,
+            "without_effect": list(prompts[0].without_effect),
         }
 
     def next_fields(self) -> dict[str, Any]:
@@ -149,10 +162,22 @@ class Answers:
     def _render(self, request: ChatRequest) -> _Prompt:
         """Return the prompt of a conversation, rendered as in an episode."""
         chat = self._chat.at(time.time())
+        options, thinks, lost = _options(request, chat.template_options)
         history = facts_of(self._chat).shaped(request.messages)
-        ids = HistoryRenderer(chat).whole(history, request.tools).tolist()
-        images = tuple(pictures_of(history))
-        return _Prompt(ids, images, opened=chat.opened(ids))
+        ids = HistoryRenderer(chat.with_options(options)).whole(history, request.tools).tolist()
+        images, opened = tuple(pictures_of(history)), chat.opened(ids)
+        if thinks is False and opened.startswith(THINK):
+            raise errors.ConfigError(
+                "this model's chat template opens the reasoning of every answer, and has no "
+                "variable to leave it out",
+                hint="allow thinking, or serve a model whose template has `enable_thinking`",
+            )
+        if images and request.prompt_logprobs is not None:
+            raise errors.ConfigError(
+                "prompt_logprobs are not computed for prompts with images",
+                hint="leave prompt_logprobs out",
+            )
+        return _Prompt(ids, images, opened, lost)
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue texts without a chat template."""
@@ -163,7 +188,8 @@ class Answers:
             _Prompt(
                 self._chat.encode(prompt, special=request.add_special_tokens)
                 if isinstance(prompt, str)
-                else prompt
+                else prompt,
+                text=prompt if isinstance(prompt, str) else None,
             )
             for prompt in request.prompts
         ]
@@ -174,6 +200,10 @@ class Answers:
         prompts: Sequence[_Prompt],
         tell: Tell[InferPart],
     ) -> InferPart:
+        if request.count_only:
+            head = _Head(request, prompts, self._max_context)
+            deltas = [delta async for delta in self._echoed(request, prompts)]
+            return InferPart(model=self._model_name(), deltas=deltas, **head.next_fields())
         copies, draws = request.decoding.num_choices, _draws(request)
         grammar = await self._grammar(request, prompts)
         samplings = [
@@ -187,13 +217,18 @@ class Answers:
                     self._chat,
                     request.decoding.stop,
                     tools,
+                    min_tokens=request.decoding.min_tokens,
+                    unsaid=request.decoding.stop_token_ids,
                     num_top=request.decoding.top_logprobs,
                     by_token=request.stream,
                     tells_tokens=request.logprobs,
                 )
                 for number in range(len(prompts) * copies)
             ]
-            writer, head = DeltaWriter(choices), _Head(request, prompts)
+            least = min(sampling.max_new_tokens for sampling in samplings)
+            is_bounded = least < (request.decoding.max_tokens or 0)
+            head = _Head(request, prompts, self._max_context, least if is_bounded else None)
+            writer = DeltaWriter(choices)
 
             async def send(deltas: list[Delta]) -> None:
                 part = InferPart(model=self._model_name(), deltas=deltas, **head.next_fields())
@@ -202,8 +237,12 @@ class Answers:
             try:
                 async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:
                     changed = asyncio.Event()
-                    if isinstance(request, CompletionRequest):
-                        await self._score(request, prompts, tell)
+                    if is_bounded:
+                        await send([])
+                    await self._score(request, prompts, tell)
+                    async for delta in self._echoed(request, prompts):
+                        for piece in in_messages([delta]):
+                            await send(piece)
                     for choice in choices:
                         of = choice.number // copies
                         if not draws:
@@ -239,7 +278,7 @@ class Answers:
 
     async def _score(
         self,
-        request: CompletionRequest,
+        request: Request,
         prompts: Sequence[_Prompt],
         tell: Tell[InferPart],
     ) -> None:
@@ -257,6 +296,60 @@ class Answers:
             await tell(InferPart(model=self._model_name(), scores=scores, vocabulary=vocabulary))
 
         await score_prompts([prompt.ids for prompt in prompts], score, send_scores)
+
+    async def _echoed(self, request: Request, prompts: Sequence[_Prompt]) -> AsyncIterator[Delta]:
+        """Yield the prompt of each answer as its first delta, if requested."""
+        if isinstance(request, ChatRequest) or not request.echo:
+            return
+        copies = request.decoding.num_choices
+        for number, prompt in enumerate(prompts):
+            pieces, text = await asyncio.to_thread(self._pieces, request, prompt)
+            columns: dict[str, Any] = {}
+            if request.logprobs and not request.count_only:
+                columns = await self._scored(request, number, prompt.ids)
+                columns["tokens"] = [text for text, _ in pieces]
+                columns["token_bytes"] = [encoded for _, encoded in pieces]
+            for choice in range(number * copies, (number + 1) * copies):
+                yield Delta(choice=choice, text=text, **columns)
+
+    def _pieces(
+        self, request: CompletionRequest, prompt: _Prompt
+    ) -> tuple[list[tuple[str, bytes]], str]:
+        """Return text and bytes of each token of a prompt, and its whole text.
+
+        Tokens that the tokenizer adds to a text have no bytes.
+        """
+        chat, ids = self._chat, prompt.ids
+        first, end = 0, len(ids)
+        if prompt.text is not None and request.add_special_tokens:
+            plain = chat.encode(prompt.text)
+            places = range(len(ids) - len(plain) + 1)
+            first = next((at for at in places if ids[at : at + len(plain)] == plain), 0)
+            end = first + len(plain) if len(plain) < len(ids) else end
+        pieces: list[tuple[str, bytes]] = []
+        for place, token in enumerate(ids):
+            encoded = b""
+            if first <= place < end:
+                encoded = chat.token_bytes(token, first=place == first)
+                encoded = encoded or chat.token_text(token).encode()
+            pieces.append((encoded.decode(errors="replace") or chat.token_text(token), encoded))
+        joined = b"".join(encoded for _, encoded in pieces).decode(errors="replace")
+        return pieces, joined if prompt.text is None else prompt.text
+
+    async def _scored(
+        self, request: CompletionRequest, number: int, ids: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the log-probs of a prompt's tokens as columns of a delta."""
+        num_top, chat = request.decoding.top_logprobs, self._chat
+        name = f"{request.request}.echo.{number}"
+        scores = await self._engine.score(ids, request_id=name, top_k=num_top)
+        columns: dict[str, Any] = {"logprobs": scores.logprobs.tolist()}
+        if num_top:
+            top_ids: list[list[int]] = scores.top_ids.tolist()
+            columns["top_tokens"] = [[chat.token_text(t) for t in row] for row in top_ids]
+            columns["top_bytes"] = [[chat.token_bytes(t) for t in row] for row in top_ids]
+            columns["top_logprobs"] = scores.top_logprobs.tolist()
+        return columns
 
     async def _generate(
         self,
@@ -282,22 +375,34 @@ class Answers:
     ) -> Sampling:
         """Return the sampling after a prompt; ConfigError if the context has no room."""
         room = self._max_context - prompt_tokens
-        max_new_tokens = room if decoding.max_tokens is None else decoding.max_tokens
-        if min(room, max_new_tokens) < int(decoding.max_tokens != 0) or max_new_tokens > room:
-            limit = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
+        max_new_tokens = room if decoding.max_tokens is None else min(room, decoding.max_tokens)
+        if room < int(decoding.max_tokens != 0):
             raise errors.ConfigError(
-                f"the prompt has {prompt_tokens} tokens{limit}: the context of this model holds "
+                f"the prompt has {prompt_tokens} tokens: the context of this model holds "
                 f"{self._max_context}",
-                hint="shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
+                hint="shorten the prompt, or serve with a larger max_model_len",
             )
+        if decoding.min_tokens > max_new_tokens > 0:
+            raise errors.ConfigError(
+                f"min_tokens is {decoding.min_tokens}, and the answer may have {max_new_tokens} "
+                "tokens",
+                hint="lower min_tokens, raise max_tokens, or shorten the prompt",
+            )
+        if decoding.ignore_eos and grammar is not None:
+            raise errors.ConfigError(
+                "ignore_eos cannot be used with a required form, which ends with the form",
+                hint="leave ignore_eos out",
+            )
+        stops = () if decoding.ignore_eos else self._chat.stop_token_ids
         sampling = sampling_of(
             decoding,
             EpisodeSampling(1.0),
             max_new_tokens=max_new_tokens,
-            stop_token_ids=self._chat.stop_token_ids,
+            stop_token_ids=(*stops, *decoding.stop_token_ids),
             seed=decoding.seed,
         )
-        return replace(sampling, grammar=grammar)
+        bad_words = tuple(_bad_words(decoding.bad_words, self._chat))
+        return replace(sampling, grammar=grammar, bad_words=bad_words)
 
     @contextlib.contextmanager
     def _room(self, num_choices: int) -> Iterator[None]:
@@ -325,12 +430,48 @@ def _draws(request: Request) -> bool:
     """Whether tokens are generated; ConfigError if the request has no effect."""
     if request.decoding.max_tokens != 0:
         return True
-    if isinstance(request, ChatRequest) or request.prompt_logprobs is None:
+    is_chat = isinstance(request, ChatRequest)
+    if is_chat or (request.prompt_logprobs is None and not request.echo):
         raise errors.ConfigError(
             "max_tokens is 0, so that no token would be generated",
-            hint="give 1 or more; completions with prompt_logprobs may have 0",
+            hint="give 1 or more; completions with prompt_logprobs or echo may have 0",
         )
     return False
+
+
+_EFFORT, _SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")
+
+
+def _options(
+    request: ChatRequest, known: Collection[str]
+) -> tuple[dict[str, Any], bool | None, list[str]]:
+    """Return variables for a template that has the `known` ones, by what a request says of them.
+
+    Also returns whether the request asks to think, and its options for which there is no variable.
+    """
+    options, thinks, lost = dict(request.template_options), request.thinks, list[str]()
+    if _EFFORT in known and request.effort:
+        options.setdefault(_EFFORT, request.effort)
+    elif request.effort == "none":
+        thinks = bool(thinks)
+    elif request.effort:
+        lost.append("effort")
+    switches = [name for name in _SWITCHES if name in known]
+    if thinks is not None:
+        options = {**dict.fromkeys(switches, thinks), **options}
+    if thinks and not switches:
+        lost.append("thinks")
+    return options, thinks, lost
+
+
+def _bad_words(words: Sequence[str], chat: ChatTokenizer) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each word, and those behind a space if only their first differs."""
+    for word in words:
+        bare = word.lstrip() or word
+        alone, behind = chat.encode(bare), chat.encode(f" {bare}")
+        yield tuple(alone)
+        if len(behind) == len(alone) and behind[0] != alone[0]:
+            yield tuple(behind)
 
 
 def _are_over(choices: Sequence[GrowingChoice]) -> bool:

@@ -42,14 +42,16 @@ async def play_table(
     with blaming("environment"):
         started = await environments.reset(plan.episode, plan.start)
     try:
-        outcomes = await asyncio.gather(
-            *(
-                _seat(loop, plan, RoleAddress(started.host, plan.episode, role))
+        async with asyncio.TaskGroup() as tasks:
+            seats = [
+                tasks.create_task(_seat(loop, plan, RoleAddress(started.host, plan.episode, role)))
                 for role, loop in players.items()
-            )
-        )
+            ]
+    except BaseExceptionGroup as raised:
+        raise root_cause(raised) from raised
     finally:
         environments.close(started.host, plan.episode)
+    outcomes = [seat.result() for seat in seats]
     failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
     by_role = {played.role: played for played in outcomes if isinstance(played, Trajectory)}
     if failures:

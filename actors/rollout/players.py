@@ -1,6 +1,7 @@
 """The engines of a process and the agent loops that play with them, by policy."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -88,7 +89,13 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
 
 async def start_engines(config: JobConfig) -> dict[str, Engine]:
     """Start one engine for each policy of a job; see `start_engine`."""
-    return {name: await start_engine(policy_config(config, name)) for name in policy_names(config)}
+    engines: dict[str, Engine] = {}
+    async with contextlib.AsyncExitStack() as undone:
+        for name in policy_names(config):
+            engines[name] = await start_engine(policy_config(config, name))
+            undone.push_async_callback(engines[name].close)
+        undone.pop_all()
+    return engines
 
 
 async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:

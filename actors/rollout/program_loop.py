@@ -6,15 +6,16 @@ dies, the program starts again on another one, and its repeated requests get the
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast
 
 from ...broker.client.connection import Broker
 from ...broker.client.parts import PartsService
-from ...broker.client.replies import Listening
 from ...broker.client.rpc import Service
+from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import NoCalls
 from ...envs.game import StepResult
 from ...envs.host import HostGone
@@ -258,18 +259,22 @@ class ProgramLoop:
             self._broker.max_payload_bytes,
             self._grammars,
         )
-        playing = _Playing(self, plan, calls, log)
-        try:
-            with blaming("environment"):
-                started, result = await playing.play()
+        async with contextlib.AsyncExitStack() as opened:
+            playing = _Playing(self, plan, calls, log)
+            opened.push_async_callback(playing.stop_listening)
+            opened.callback(playing.free)
+            opened.push_async_callback(calls.close, "it was given up")
+            try:
+                with blaming("environment"):
+                    started, result = await playing.play()
+            except Fenced:
+                playing.is_over = True
+                raise
             await calls.close("its program has ended")
             await self._report_without_effect(calls.without_effect)
             await self._report_branch_rewards(result)
             with blaming("environment"):
                 return await asyncio.to_thread(self._rows, plan, calls, started, result)
-        finally:
-            await calls.close("it was given up")
-            await playing.end()
 
     async def _report_without_effect(self, fields: set[str]) -> None:
         """Report the fields without effect once; the `info` of each episode has them, too."""
@@ -306,8 +311,10 @@ class ProgramLoop:
             )
         return rows
 
-    async def listen(self, episode: str, calls: CallAnswers, delivery: int) -> list[Listening]:
-        """Answer the calls of an episode until the returned subscriptions are stopped.
+    async def listen(
+        self, episode: str, calls: CallAnswers, delivery: int, opened: contextlib.AsyncExitStack
+    ) -> None:
+        """Answer the calls of an episode until `opened` is closed.
 
         `delivery` is the number of deliveries of its task, including this one.
         """
@@ -322,17 +329,17 @@ class ProgramLoop:
             if request := _read(CallDelivered, message.data):
                 calls.note_delivered(request)
 
-        return [
-            await self._broker.listen(scope.episode(episode, "cancel"), cancel),
-            await self._broker.listen(scope.episode(episode, "delivered"), delivered),
-            await parts.listen(
-                scope.episode(episode, "call"),
-                CallRequest,
-                CallPart,
-                calls.answer,
-                blank=CallPart(delivery=delivery),
-            ),
-        ]
+        for name, take in (("cancel", cancel), ("delivered", delivered)):
+            listening = await self._broker.listen(scope.episode(episode, name), take)
+            opened.push_async_callback(listening.stop)
+        answering = await parts.listen(
+            scope.episode(episode, "call"),
+            CallRequest,
+            CallPart,
+            calls.answer,
+            blank=CallPart(delivery=delivery),
+        )
+        opened.push_async_callback(answering.stop)
 
     @property
     def environments(self) -> Environments:
@@ -360,8 +367,9 @@ class _Playing:
     plan: EpisodePlan
     calls: CallAnswers
     log: CallLog
-    subscriptions: list[Listening] | None = None
-    ended: bool = False
+    subscriptions: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    is_over: bool = False
+    """Whether its program has ended, or is another generator's."""
 
     async def play(self) -> tuple[Started, StepResult]:
         """Run the program to its end, on another host if one dies."""
@@ -375,10 +383,9 @@ class _Playing:
                 if num_starts >= _MAX_STARTS:
                     raise
 
-    async def end(self) -> None:
-        """Stop answering calls, and free the episode at its host."""
-        await self._stop_listening()
-        if self.log.episode and not self.ended:
+    def free(self) -> None:
+        """Free the episode at its host."""
+        if self.log.episode and not self.is_over:
             self.loop.environments.close(self.log.host, self.log.episode)
 
     async def _start(self, num_starts: int) -> Started:
@@ -396,14 +403,17 @@ class _Playing:
             await self.calls.start_again()
         episode = f"{plan.episode}-{num_starts}" if num_starts else plan.episode
         await self._listen(episode)
-        started = await self._unless_failed(environments.reset(episode, plan.start))
-        log.hold(episode, started.host, anew=True)
+        return await self._unless_failed(self._reset(episode))
+
+    async def _reset(self, episode: str) -> Started:
+        started = await self.loop.environments.reset(episode, self.plan.start)
+        self.log.hold(episode, started.host, anew=True)
         return started
 
     async def _until_end(self, started: Started) -> StepResult:
         with self.loop.time_use.doing("environment"):
             result = await self.loop.environments.step(started.host, self.log.episode, 0, "")
-        self.ended = True
+        self.is_over = True
         return result
 
     async def _unless_failed(self, work: Any) -> Any:
@@ -418,10 +428,9 @@ class _Playing:
             task.cancel()
 
     async def _listen(self, episode: str) -> None:
-        await self._stop_listening()
-        self.subscriptions = await self.loop.listen(episode, self.calls, self.log.delivery)
+        await self.stop_listening()
+        await self.loop.listen(episode, self.calls, self.log.delivery, self.subscriptions)
 
-    async def _stop_listening(self) -> None:
-        for listening in self.subscriptions or ():
-            await listening.stop()
-        self.subscriptions = None
+    async def stop_listening(self) -> None:
+        """Stop answering calls."""
+        await self.subscriptions.aclose()

@@ -226,8 +226,6 @@ class EpisodeRecorder:
     """Whether `note_token` is called for each token."""
     stream_every = 1
     """Maximum number of tokens that are collected before `note_token` is called for each."""
-    keeps_game = False
-    """Whether the ended episode stays at its host until the recorder frees it."""
     num_continued = 0
     """Number of earlier generated tokens that were kept instead of generated again."""
 
@@ -242,6 +240,11 @@ class EpisodeRecorder:
 
     async def begin(self, transcript: Transcript, game: GameAt) -> None:
         """Record that the episode is played, from its beginning or continued."""
+
+    def keeps(self, game: GameAt) -> bool:
+        """Return whether a game stays at its host until the recorder or a lease frees it."""
+        del game
+        return False
 
     def seed(self, turn: int) -> int | None:
         """Return the sampling seed of a turn; None: any."""
@@ -337,7 +340,7 @@ async def find_game(
         started = await environments.reset(episode, start)
         try:
             await _check(environments, chat, recorded, started, episode, last_only=False)
-        except errors.TinkermqError:
+        except BaseException:
             environments.close(started.host, episode)
             raise
         return GameAt(started, episode)
@@ -401,7 +404,6 @@ class EpisodeSegments(EpisodeRecorder):
     """Records one episode in segments."""
 
     follows_tokens = True
-    keeps_game = True
 
     def __init__(
         self, task: "TaskSegments", name: str, writer: SegmentWriter, recorded: Recorded | None
@@ -449,6 +451,10 @@ class EpisodeSegments(EpisodeRecorder):
         self._task.hosts[game.episode] = game.host
         if rejoined is not None and (game.host, game.episode) != (rejoined.host, rejoined.episode):
             await self._append(transcript)
+
+    def keeps(self, game: GameAt) -> bool:
+        """Return whether the game has a stored turn, from which another generator may continue."""
+        return self._stored > 0 and (game.host, game.episode) == (self._host, self._episode)
 
     def seed(self, turn: int) -> int | None:
         """Return the sampling seed of a turn, with which each holder draws the same tokens."""

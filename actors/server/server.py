@@ -6,6 +6,7 @@ its own adapter; all of them share one base. Several servers of a job share its 
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -190,10 +191,15 @@ async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engin
         config = config.model_copy(update={"lora": config_of(config.model.path)})
     adapters = [config_of(folder) for folder in record.adapters.values()]
     base = await load_base(config, [*([config.lora] if config.lora.rank else []), *adapters])
-    engines = {"": await start_engine(config, served_step(record), base)}
+    configs = {"": (config, served_step(record))}
     for name, folder in record.adapters.items():
-        own = config_of_folder(config, folder)
-        engines[name] = await start_engine(own, int(name.rpartition("@")[2]), base)
+        configs[name] = config_of_folder(config, folder), int(name.rpartition("@")[2])
+    engines: dict[str, Engine] = {}
+    async with contextlib.AsyncExitStack() as undone:
+        for name, (own, version) in configs.items():
+            engines[name] = await start_engine(own, version, base)
+            undone.push_async_callback(engines[name].close)
+        undone.pop_all()
     return engines
 
 

@@ -268,9 +268,11 @@ class Worker:
             model.running = None
             model.used = time.monotonic()
             self._context.progressed()
-            if operation.kind == "load_weights" and result.state == "done":
-                await self._save(model)  # the loaded checkpoint may be deleted after the reply
-            self._changed.notify_all()
+            try:
+                if operation.kind == "load_weights" and result.state == "done":
+                    await self._save(model)  # the loaded checkpoint may be deleted after the reply
+            finally:
+                self._changed.notify_all()
         if self._is_long(model):
             await self._save(model)
 

@@ -30,6 +30,7 @@ from typing import overload
 
 import structlog
 
+from ...schemas.local.process import finish, owned
 from ...schemas.wire.subjects import JobScope
 
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
@@ -145,7 +146,7 @@ class SharedMemory:
         """
 
         async def write(half: UnfinishedFile) -> None:
-            await fill(await asyncio.to_thread(half.buffer))
+            await fill(await finish(asyncio.to_thread(half.buffer)))
 
         shared = await self._shared(digest, num_bytes, write)
         return await _made(num_bytes, fill) if shared is None else shared
@@ -160,7 +161,7 @@ class SharedMemory:
             return await asyncio.to_thread(self._name, mapped, digest)
 
         async def write(half: UnfinishedFile) -> None:
-            await asyncio.to_thread(half.write, views)
+            await finish(asyncio.to_thread(half.write, views))  # before its descriptor is closed
 
         return await self._shared(digest, sum(len(view) for view in views), write)
 
@@ -205,7 +206,8 @@ class SharedMemory:
         deadline = loop.time() + self._wait_s + num_bytes / _SLOWEST_BYTES_PER_S
         try:
             while loop.time() < deadline:
-                shared = await asyncio.to_thread(self._map_or_begin, digest, num_bytes)
+                begin = asyncio.to_thread(self._map_or_begin, digest, num_bytes)
+                shared = await owned(begin, _give_up)
                 if isinstance(shared, UnfinishedFile):
                     return await shared.written(write)
                 if shared is not None:
@@ -319,6 +321,11 @@ class UnfinishedFile:
             _half(self._place).unlink()
         with contextlib.suppress(OSError):
             os.close(self._lock)
+
+
+def _give_up(begun: "memoryview | UnfinishedFile | None") -> None:
+    if isinstance(begun, UnfinishedFile):
+        begun.give_up()
 
 
 def own_folder(root: Path = MEMORY_FOLDER) -> Path:

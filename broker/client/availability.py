@@ -249,6 +249,10 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _LOOK_S = 2.0
+_NO_ANSWER = (
+    "no answer (possible causes: the disk of nats-server is full or slow; or nobody serves it, "
+    "which nats-server does not report while a client, such as `nats sub '>'`, listens)"
+)
 
 
 async def persist(
@@ -276,11 +280,14 @@ async def persist(
                 waits = broker.is_patient and error.is_passing
                 if not waits and (not error.is_unsettled or _is_over(broker, deadline)):
                     raise
-                unanswered.note(f"{error.description}: is the storage of nats-server full?")
+                unanswered.note(
+                    f"{error.description} (possible causes: the storage of nats-server is full, "
+                    "or its cluster has no quorum)"
+                )
             except (ConnectionLost, TimeoutError, *TRANSIENT) as error:
                 if not broker.is_patient and _is_over(broker, deadline):
                     raise broker.late(waiting_for) from error
-                unanswered.note("no answer; is the disk of nats-server full?")
+                unanswered.note(_NO_ANSWER)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
 

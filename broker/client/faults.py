@@ -201,8 +201,8 @@ def missing(stream: str) -> errors.NotFoundError:
 def late(url: str, waiting_for: str) -> errors.DeadlineError:
     """Return the error of an expired wait."""
     return errors.DeadlineError(
-        f"{waiting_for}: {shown_url(url)} did not answer in time",
-        hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
+        f"{waiting_for}: no answer in time through {shown_url(url)}",
+        hint="see whether nats-server, and what should answer, run (`tinkermq doctor`)",
     )
 
 

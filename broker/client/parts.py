@@ -355,7 +355,11 @@ class PartsService:
                 self._service.run(answer(sender, message.data), name=f"request on {subject}")
 
         listening = await self._broker.listen(subject, take)
-        await flush(self._broker, waiting_for=f"the server to register {subject}")
+        try:
+            await flush(self._broker, waiting_for=f"the server to register {subject}")
+        except BaseException:
+            await listening.stop()
+            raise
         return listening
 
     def cancel(self, request: str, user: str = "") -> None:

@@ -1,35 +1,31 @@
 """Run checks from the command line, and print their results (see `schemas/checks.py`)."""
 
 import importlib.util
-import itertools
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from ...envs.check import Exchange, conversations, game_checks, has_gold
+from ...envs.check import Exchange, conversations, has_gold
 from ...envs.data import ChatData
-from ...envs.registry import find_game, load_game
+from ...envs.registry import load_game
 from ...schemas.checks import (
     LAST_LINE,
     CheckResult,
+    CheckSkipped,
     Outcome,
     failed_check,
-    raise_failed,
     read_result,
-    run_check,
-    run_checks,
 )
 from ...schemas.config.job import JobConfig
 from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import GameError, ModelError, TinkermqError
-from ..validation import check_files_exist, is_local_pool
+from ...schemas.wire.errors import ModelError, TinkermqError
 from .output import literal, print_json, print_text
 
 FAILED = 1
@@ -88,12 +84,14 @@ def run_process(
     module: str,
     *arguments: str,
     error: type[TinkermqError],
+    late: type[TinkermqError] | None = None,
     request: bytes = b"",
     deadline_s: float | None = DEADLINE_S,
 ) -> Iterator[CheckResult]:
     """Run a module's checks in a process; yield each result as soon as it arrives.
 
-    If the process does not complete them, the last result is a failed check `name`.
+    If the process does not complete them, the last result is a check `name` with `error`; with
+    `late`, if that is given and the time was over.
     """
     is_complete, is_late = False, threading.Event()
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -117,11 +115,9 @@ def run_process(
                 timer.cancel()
                 process.kill()
         if is_late.is_set():
-            late = error(
-                f"its checks did not end within {deadline_s:g} s",
-                hint="the disk of what they read, or this machine, may be slow",
-            )
-            yield failed_check(name, late)
+            why = f"its checks did not end within {deadline_s:g} s"
+            hint = "this machine, or the disk of what they read, may be slow"
+            yield failed_check(name, (late or error)(why, hint=hint))
         elif not is_complete:
             log.seek(0)
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -156,10 +152,11 @@ def check_model(config: JobConfig, *, plays: bool, whole: bool = True) -> list[C
         "whole": whole,
     }
     module = "tinkermq.actors.model_checks"
-    return list(run_process("model", module, error=ModelError, request=pack(request)))
+    late = CheckSkipped  # slowness says nothing about the model
+    return list(run_process("model", module, error=ModelError, late=late, request=pack(request)))
 
 
-# -- checks before a submission --------------------------------------------------------------------
+# -- rows of conversations -------------------------------------------------------------------------
 
 
 def check_rows(config: JobConfig) -> str:
@@ -168,25 +165,3 @@ def check_rows(config: JobConfig) -> str:
         for number in range(len(data)):
             data.check_row(number)
         return "; ".join(filter(None, (f"{len(data)} conversations", data.note)))
-
-
-def refuse_unusable_inputs(config: JobConfig, url: str, *, has_model: bool) -> None:
-    """Raise the error of the first file, dataset or game on this machine that cannot be used.
-
-    A game is imported, and its data opened, but it is not played: `--dry-run` does that. Nothing
-    is checked for a pool on other machines, and a game that cannot be found here is left to the
-    nodes. With `has_model`, the model is a run's.
-    """
-    check_files_exist(config.model_dump(), url, has_model=has_model)
-    if not is_local_pool(url):
-        return
-    if config.sft.data:
-        raise_failed([run_check("data", lambda: check_rows(config))])
-    if config.env.game and config.env.hosts and not config.agent.runs_programs:
-        try:
-            find_game(config.env.game)
-        except GameError:
-            return
-        with ExitStack() as stack:
-            checks = game_checks(config.env, config.seed, stack)
-            raise_failed(run_checks(itertools.islice(checks, 2)))

@@ -1,20 +1,30 @@
-"""The checks of `train --dry-run`, on this machine and in the pool."""
+"""The checks before a submission, on this machine and in the pool; `--dry-run` only shows them."""
 
 import itertools
+import math
 
 from ...broker.client.connection import Broker
 from ...envs.check import check_game
+from ...envs.registry import find_game
 from ...schemas.checks import CheckResult, CheckSkipped, failed_check, raise_failed, run_check
 from ...schemas.config.job import JobConfig
 from ...schemas.plan.settings import refuse_long_contexts
 from ...schemas.wire import errors
 from ..home import find_url
 from ..pool import Pool
-from ..validation import check_model_folder, full_checkpoint_name, is_local_pool, resolve_paths
+from ..validation import (
+    check_files_exist,
+    check_model_folder,
+    full_checkpoint_name,
+    is_local_pool,
+    resolve_paths,
+)
 from .checks import can_check_model, check_model, check_rows, print_checks
 from .output import print_note, print_plain
 from .session import with_pool, with_private_broker
 
+_PLAY_S = 10.0
+"""Time for which a game is played before a submission; a slow one is played once."""
 Results = dict[str, list[CheckResult]]
 """Local results that a node's check of the same name replaces for a pool on other machines."""
 
@@ -22,11 +32,7 @@ Results = dict[str, list[CheckResult]]
 def dry_run(
     config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
 ) -> int:
-    """Check a job, print its configuration and the results, and raise the first failure.
-
-    This machine checks the files that it has. If a pool answers, its scheduler checks slots, names
-    and quotas, and its nodes check models, data and games.
-    """
+    """Check a job, print its configuration and the results, and raise the first failure."""
     if not as_json:
         from ...schemas.config.load_config import write_yaml
 
@@ -38,13 +44,7 @@ def dry_run(
         url = find_url(nats_url)
     except errors.BrokerError:
         url = None  # no stack is up
-    here = _check_here(config, url, from_run)
-    in_pool = (
-        _count_slots(config, from_run) if url is None else _check_in_pool(config, url, from_run)
-    )
-    if url is not None and not is_local_pool(url):
-        here = _without_overruled(here, in_pool)
-    results = [*itertools.chain(*here.values()), *in_pool]
+    results = check_job(config, url, from_run)
     print_checks(results, as_json=as_json, config=config.model_dump(mode="json"))
     raise_failed(results)
     if not as_json:
@@ -52,12 +52,42 @@ def dry_run(
     return 0
 
 
+def check_first(
+    config: JobConfig, url: str, from_run: str | None = None, *, quiet: bool = False
+) -> None:
+    """Raise the error of the first check that fails, before the job is submitted."""
+    if not quiet:
+        print_note("checking model, data and game first, as --dry-run does")
+    raise_failed(check_job(config, url, from_run, within_s=_PLAY_S))
+
+
+def check_job(
+    config: JobConfig, url: str | None, from_run: str | None = None, within_s: float = math.inf
+) -> list[CheckResult]:
+    """Check a job as it would be submitted to the pool at `url`; `within_s` bounds the game's play.
+
+    This machine checks the files that it has. If a pool answers, its scheduler checks slots, names
+    and quotas, and its nodes check models, data and games.
+    """
+    here = _check_here(config, url, from_run, within_s)
+    if url is None:
+        return [*itertools.chain(*here.values()), *_count_slots(config, from_run)]
+    in_pool = _check_in_pool(config, url, from_run)
+    if not is_local_pool(url):
+        here = _without_overruled(here, in_pool, runs_programs=config.agent.runs_programs)
+    return [*itertools.chain(*here.values()), *in_pool]
+
+
 # -- on this machine -------------------------------------------------------------------------------
 
 
-def _check_here(config: JobConfig, url: str | None, from_run: str | None) -> Results:
+def _check_here(
+    config: JobConfig, url: str | None, from_run: str | None, within_s: float
+) -> Results:
     """Run the checks of files, data, game or program, and of the model if it is here."""
     results: Results = {"model": [], "data": [], "game": []}
+    if url is None or is_local_pool(url):
+        results["data"].append(run_check("files", lambda: _find_files(config)))
     if from_run is None:
         results["model"].append(run_check("model", lambda: check_model_files(config, url)))
     if config.sft.data:
@@ -65,7 +95,7 @@ def _check_here(config: JobConfig, url: str | None, from_run: str | None) -> Res
     if config.agent.runs_programs:
         results["game"] = _check_program(config)
     elif config.env.game:
-        results["game"] = _check_env(config)
+        results["game"] = _check_env(config, url, within_s)
     is_sound = all(result.ok for result in (*results["model"], *results["data"]))
     if from_run is None and is_sound and can_check_model(config):
         passed = {result.name for result in results["game"] if result.outcome == "ok"}
@@ -75,6 +105,12 @@ def _check_here(config: JobConfig, url: str | None, from_run: str | None) -> Res
         except errors.TinkermqError as error:
             results["model"].append(failed_check("model", error))
     return results
+
+
+def _find_files(config: JobConfig) -> str:
+    """Look for the data files and the folders of programs that a job on this machine reads."""
+    check_files_exist(config.model_dump(), "nats://127.0.0.1", has_model=True)
+    return "those of data and programs are there"
 
 
 def check_model_files(config: JobConfig, url: str | None) -> str:
@@ -89,12 +125,17 @@ def check_model_files(config: JobConfig, url: str | None) -> str:
     return description
 
 
-def _check_env(config: JobConfig) -> list[CheckResult]:
-    """Play the game without a model."""
+def _check_env(config: JobConfig, url: str | None, within_s: float) -> list[CheckResult]:
+    """Play the game without a model; if it is not here, the nodes look for it alone."""
     if config.env.hosts == 0:
         reason = f"{config.env.game} is hosted by the client: not checked"
         return [failed_check("game", CheckSkipped(reason))]
-    return check_game(config.env, seed=config.seed)
+    try:
+        find_game(str(config.env.game))
+    except errors.GameError as error:
+        if url is not None:
+            return [failed_check("game", CheckSkipped(f"{error.message} here: not played"))]
+    return check_game(config.env, seed=config.seed, within_s=within_s)
 
 
 def _check_program(config: JobConfig) -> list[CheckResult]:
@@ -160,10 +201,17 @@ def _check_in_pool(config: JobConfig, url: str, from_run: str | None) -> list[Ch
         return [failed_check("pool", error)]
 
 
-def _without_overruled(here: Results, in_pool: list[CheckResult]) -> Results:
-    """Skip checks that failed here and passed on a node of a pool on other machines."""
+def _without_overruled(
+    here: Results, in_pool: list[CheckResult], *, runs_programs: bool
+) -> Results:
+    """Skip checks that failed here and passed on a node of a pool on other machines.
+
+    Programs, which only this machine tried, may lack here what the nodes have, such as a sandbox.
+    """
     there = {result.name for result in in_pool if result.ok and result.by.startswith("node ")}
-    skipped = {"outcome": "skipped", "hint": "a node has it"}
+    if runs_programs:
+        there.add("game")
+    skipped = {"outcome": "skipped", "hint": "a node decides"}
     return {
         topic: [
             result if result.ok or topic not in there else result.model_copy(update=skipped)

@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # not in a notebook
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")  # what the encoding lacks
-    return guarded(lambda: _dispatch(words), debug=debug)
+    code = guarded(lambda: _dispatch(words), debug=debug)
+    if argv is None and threading.active_count() > 1:  # one may still run a game that hangs
+        from ...schemas.local.process import leave
+
+        leave(code)
+    return code
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -22,7 +22,7 @@ from ...schemas.wire.errors import ConfigError, NotFoundError
 from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
 from ..validation import resolve_paths
-from .checks import refuse_unusable_inputs
+from .dry_run import check_first
 from .output import print_json, print_note, print_table
 from .session import COMMON, Common, with_pool
 from .train import INTERRUPTED
@@ -190,7 +190,7 @@ def sweep(
                list(space), as_json=common.json)  # fmt: skip
         return 0
     url = find_url(common.nats_url)
-    refuse_unusable_inputs(configs[0], url, has_model=False)
+    check_first(configs[0], url, quiet=common.json)
 
     async def work(pool: Pool) -> list[dict[str, Any]]:
         records = await _run_all(pool, configs, at_once, quiet=common.json)

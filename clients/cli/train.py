@@ -19,7 +19,8 @@ from ..follow import RunProgress, follow_run
 from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
 from ..validation import full_checkpoint_name, resolve_paths
-from .checks import refuse_unusable_inputs
+from .dry_run import check_first
+from .dry_run import dry_run as only_check
 from .live import open_display, print_submitted
 from .output import print_json_line, print_note, print_plain, print_result, print_text
 from .session import COMMON, Common, with_pool
@@ -116,11 +117,9 @@ def _submit(
 ) -> int:
     """Submit a job and watch it, or only check it."""
     if dry_run:
-        from .dry_run import dry_run as check
-
-        return check(effective, common.nats_url, as_json=common.json, from_run=from_run)
+        return only_check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)
-    refuse_unusable_inputs(effective, url, has_model=from_run is not None)
+    check_first(effective, url, from_run, quiet=common.json)
     request_id = new_request_id()
 
     watched: list[str] = []

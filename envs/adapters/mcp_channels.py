@@ -226,7 +226,12 @@ class StdioChannel(asyncio.Protocol):
             ours.close()
             self._printed.close()
             raise
-        await self._loop.create_unix_connection(lambda: self, sock=ours)
+        try:
+            await self._loop.create_unix_connection(lambda: self, sock=ours)
+        except BaseException:
+            ours.close()
+            self.close()
+            raise
 
     @property
     def is_open(self) -> bool:

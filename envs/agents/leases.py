@@ -130,21 +130,23 @@ class LeaseRunner:
                 hint="end them sooner, or raise agent.per_host",
             ) from None
         try:
-            return self._begin(opening)
+            lease = self._lease(opening)
         except BaseException:
             self._places.release()
             raise
+        running = asyncio.create_task(self._live(lease), name=f"episode {opening.episode}")
+        running.add_done_callback(lambda _: self._places.release())  # even if it never began
+        running.add_done_callback(retrieve_error)
+        self._running[opening.episode] = running
+        return lease.prompt
 
-    def _begin(self, opening: Opening) -> list[ChatMessage]:
+    def _lease(self, opening: Opening) -> EpisodeLease:
         config, prompt, name = self._config, prompt_of(opening), opening.episode
         episode = ProgramEpisode(name, task_input(opening), opening.seed, opening.split, self._job)
         episode.key = self._endpoint.new_key(name)
         episode.deadline = time.monotonic() + config.timeout_s
         url = self._endpoint.outer_url
-        lease = EpisodeLease(episode, prompt, url, self._endpoint.env_of(episode, url))
-        self._running[name] = asyncio.create_task(self._live(lease), name=f"episode {name}")
-        self._running[name].add_done_callback(retrieve_error)
-        return prompt
+        return EpisodeLease(episode, prompt, url, self._endpoint.env_of(episode, url))
 
     async def step(self, episode: str, action: str) -> StepResult:
         """Wait for the episode's end."""
@@ -181,7 +183,6 @@ class LeaseRunner:
             self._give(lease)
             how = await self._until_over(episode)
         finally:
-            self._places.release()
             episode.over = episode.over or "it has ended"
             for dropped in lease.on_drop:
                 dropped()

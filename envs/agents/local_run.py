@@ -152,23 +152,22 @@ class LocalModel:
     @contextlib.asynccontextmanager
     async def answering(self, episode: str) -> AsyncIterator[None]:
         """Answer the calls of an episode while the context runs."""
-        service = await Service.start(
-            self._broker, name="tinkermq-model", description=f"the model of episode {episode}"
-        )
-        parts = PartsService(self._broker, service)
-        calls = await parts.listen(
-            SCOPE.episode(episode, "call"), CallRequest, CallPart, self._answer
-        )
-        cancels = await self._broker.listen(
-            SCOPE.episode(episode, "cancel"),
-            lambda message: parts.cancel(CancelCall.from_bytes(message.data).request),
-        )
-        try:
+        async with contextlib.AsyncExitStack() as opened:
+            service = await Service.start(
+                self._broker, name="tinkermq-model", description=f"the model of episode {episode}"
+            )
+            opened.push_async_callback(service.stop, drain_s=0)
+            parts = PartsService(self._broker, service)
+            cancels = await self._broker.listen(
+                SCOPE.episode(episode, "cancel"),
+                lambda message: parts.cancel(CancelCall.from_bytes(message.data).request),
+            )
+            opened.push_async_callback(cancels.stop)
+            calls = await parts.listen(
+                SCOPE.episode(episode, "call"), CallRequest, CallPart, self._answer
+            )
+            opened.push_async_callback(calls.stop)
             yield
-        finally:
-            await calls.stop()
-            await cancels.stop()
-            await service.stop(drain_s=0)
 
     async def _answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         history = self._history(request)

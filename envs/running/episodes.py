@@ -382,6 +382,11 @@ def end_of_hung(config: EnvConfig, error: GameHung) -> TimedOut:
     return TimedOut("", config.step_timeout_reward if is_penalty else 0.0, done=True)
 
 
+IMPORT_S = 300.0
+"""Time limit of an import of a game's module, or of the package that it needs; a package of 300 MB
+takes half a minute on a busy machine."""
+
+
 class TimeLimits(NamedTuple):
     """Seconds that calls of a game may take."""
 
@@ -392,6 +397,8 @@ class TimeLimits(NamedTuple):
 
     def of(self, verb: str) -> float:
         """Return the limit of a kind of call."""
+        if verb == "import":
+            return max(IMPORT_S, self.reset_s)
         return self.step_s if verb in _OF_STEPS else self.reset_s
 
 
@@ -418,9 +425,14 @@ class Call:
 
 def hung(game: str, verb: str, limit_s: float) -> GameHung:
     """Return the error of a game that exceeded its time limit."""
+    if verb == "import":
+        return GameHung(
+            f"the import of {game} did not end within {limit_s:g} s",
+            hint="the machine or its disk may be slow, or the module waits for something",
+        )
     key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
     return GameHung(
-        f"{game} hung in {verb} for {limit_s:g} s",
+        f"{game} hung in {'__init__' if verb == 'start' else verb} for {limit_s:g} s",
         hint=f"fix the game, or raise {key} if it may take longer",
     )
 

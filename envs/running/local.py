@@ -19,8 +19,9 @@ from ...schemas.wire.errors import GameError
 from ...schemas.wire.foreign import blaming
 from ..data import HostData
 from ..game import AbstractGame, ChatMessage, StepResult, check_tools, game_failure
+from ..registry import import_needs
 from ..tools import ToolGame
-from .episodes import Episodes, GameFacts, Opening, hung, is_async
+from .episodes import Episodes, GameFacts, Opening, TimeLimits, hung, is_async
 
 T = TypeVar("T")
 _MARGIN_S = 1.0
@@ -40,9 +41,10 @@ class LocalGame:
         self.config = config
         self.game_class = game_class
         self.data = data
+        self._limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
         self._numbers = itertools.count()
         self._loop = asyncio.Runner()
-        self._left_behind = False
+        self._left_behind = self._is_imported = False
 
     def close(self) -> None:
         """End the event loop of async games."""
@@ -65,6 +67,7 @@ class LocalGame:
 
     def facts(self) -> GameFacts:
         """Make one instance; return the facts that all episodes share. Raises GameError."""
+        self._import()
         return self._limited("__init__", Episodes(self.game_class, self.config.kwargs).probe)
 
     def start(self, seed: int, *, row: int | None = None, split: Split = "train") -> "LocalEpisode":
@@ -74,9 +77,15 @@ class LocalGame:
         """
         if row is None and self.data.num_train is not None and split == "train":
             row = seed % self.data.num_train
+        self._import()
         name = f"local-{next(self._numbers)}"
         opening = Opening(name, seed, self.data.record(split, row))
         return LocalEpisode(self, opening)
+
+    def _import(self) -> None:
+        if not self._is_imported:
+            self._limited("import", lambda: import_needs(self.game_class))
+            self._is_imported = True
 
     def call(
         self,
@@ -90,16 +99,12 @@ class LocalGame:
         bounded = partial(self._bounded, verb, waiting)
         return self._limited(verb, lambda: self._loop.run(bounded()), _MARGIN_S)
 
-    def _limit_s(self, verb: str) -> float:
-        step = verb == "step"
-        return self.config.step_timeout_s if step else self.config.reset_timeout_s
-
     def _limited(self, verb: str, call: Callable[[], T], margin_s: float = 0.0) -> T:
         outcome: Future[T] = Future()
         caller = threading.Thread(target=_settle, args=(outcome, call), daemon=True)
         caller.start()
         try:
-            return outcome.result(self._limit_s(verb) + margin_s)
+            return outcome.result(self._limits.of(verb) + margin_s)
         except FutureTimeout:
             if outcome.done():
                 raise
@@ -108,7 +113,7 @@ class LocalGame:
 
     async def _bounded(self, verb: str, waiting: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.create_task(waiting())
-        await asyncio.wait({task}, timeout=self._limit_s(verb))
+        await asyncio.wait({task}, timeout=self._limits.of(verb))
         if task.cancelled():  # not cancelled from here: the game has cancelled its own task
             raise game_failure(self.game_class.__name__, verb, asyncio.CancelledError())
         if task.done():
@@ -117,7 +122,7 @@ class LocalGame:
         raise self._too_slow(verb)
 
     def _too_slow(self, verb: str) -> TooSlow:
-        error = hung(self.game_class.__name__, verb, self._limit_s(verb))
+        error = hung(self.game_class.__name__, verb, self._limits.of(verb))
         return TooSlow(error.message, hint=error.hint)
 
 

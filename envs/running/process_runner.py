@@ -27,8 +27,6 @@ from ..sandbox.sandbox import descendants
 from .episodes import Call, GameFacts, Opening, TimeLimits, retrieve_error
 from .worker import LENGTH
 
-START_TIMEOUT_S = 60.0
-"""Time limit of a worker's start, at least the time of a reset; then the process is killed."""
 MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
 """Bound on an answer of a process, which has already checked the values of its games."""
 _RESET_TRIES = 3
@@ -156,8 +154,8 @@ class ProcessRunner:
         process.episodes.add(opening.episode)
         try:
             return await self._send(process, "reset", opening.episode, (opening,))
-        except errors.TinkermqError:
-            self._forget(opening.episode)
+        except BaseException:
+            self.drop(opening.episode)
             raise
 
     async def step(self, episode: str, action: str) -> StepResult:
@@ -216,11 +214,10 @@ class ProcessRunner:
 
     async def stop(self) -> None:
         """Kill the processes and wait until they are gone."""
-        for slot in self._slots:
-            if (process := slot.process) is not None:
-                self._bury(process, errors.GameError(f"the host of {self._game} has stopped"))
-                if process.reader is not None:
-                    await process.reader
+        processes = [slot.process for slot in self._slots if slot.process is not None]
+        for process in processes:
+            self._bury(process, errors.GameError(f"the host of {self._game} has stopped"))
+        await asyncio.gather(*(process.reader for process in processes if process.reader))
 
     async def _living(self, slot: _Slot) -> _Process:
         async with slot.lock:
@@ -239,9 +236,10 @@ class ProcessRunner:
                 f"no process could be started for {self._game}: {error}",
                 hint="see the machine's memory, and its limits on processes and open files",
             ) from error
-        arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
         try:
-            return GameFacts(*await self._send(process, "start", "", arguments))
+            await self._send(process, "import", "", (self._game, sys.path))
+            made = (self._kwargs, self._worker_memory_mb)
+            return GameFacts(*await self._send(process, "start", "", made))
         except BaseException as error:
             reason = (
                 error.message if isinstance(error, errors.TinkermqError) else "it was cancelled"
@@ -251,8 +249,9 @@ class ProcessRunner:
 
     async def _spawn(self) -> _Process:
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undone:
+        async with contextlib.AsyncExitStack() as undone:
             undone.enter_context(ours)
+            undone.enter_context(theirs)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # a queue.py in the working folder must not hide Python's
@@ -264,11 +263,14 @@ class ProcessRunner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # output of games goes to the host's log
             )
+            undone.push_async_callback(child.wait)
+            undone.callback(child.kill)
+            theirs.close()
+            incoming, writer = await asyncio.open_connection(sock=ours)
+            process = _Process(child, ours, writer)
+            process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
             undone.pop_all()
-        incoming, writer = await asyncio.open_connection(sock=ours)
-        process = _Process(child, ours, writer)
-        process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
-        return process
+            return process
 
     def _send(
         self, process: _Process, verb: str, episode: str, arguments: Any
@@ -276,10 +278,7 @@ class ProcessRunner:
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         body = pickle.dumps((number, verb, arguments))
-        limit_s = self._limits.of(verb)
-        if verb == "start":  # imports the game, too
-            limit_s = max(START_TIMEOUT_S, limit_s)
-        call = Call(verb, episode, limit_s, future, started=time.monotonic())
+        call = Call(verb, episode, self._limits.of(verb), future, started=time.monotonic())
         if process.lives:
             process.calls[number] = call
             process.writer.write(LENGTH.pack(len(body)) + body)

@@ -12,15 +12,17 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from ...schemas.config.job import EnvConfig
+from ...schemas.local.process import in_daemon_thread
 from ...schemas.profile import TimeUse
 from ...schemas.wire.errors import GameError, StateError, TinkermqError
-from ...schemas.wire.foreign import Blame
+from ...schemas.wire.foreign import Blame, clear_frames
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
-from ..registry import load_game
+from ..registry import import_needs, load_game
 from .episodes import (
     Call,
     Episodes,
@@ -62,7 +64,7 @@ class Runner(Protocol):
         ...
 
     def drop(self, episode: str) -> None:
-        """Forget an episode."""
+        """Forget an episode; a call that is cancelled forgets its episode, too."""
         ...
 
     def end_overdue(self) -> None:
@@ -212,9 +214,11 @@ class _Work(Call):
             self.error = error
         except BaseException as error:  # noqa: BLE001 - raised where the call was made
             self.error = game_failure("the game", self.verb, error)
+        clear_frames(self.error)
 
-    def finish(self) -> None:
-        _settle(self.future, self.outcome, self.error)
+    def finish(self) -> bool:
+        """Deliver the outcome; return False if it is no longer awaited."""
+        return _settle(self.future, self.outcome, self.error)
 
 
 @dataclass
@@ -238,7 +242,7 @@ class ThreadRunner:
         limits: TimeLimits,
     ) -> None:
         self._episodes = Episodes(game_class, kwargs)
-        self._name = game_class.__name__
+        self._class, self._name = game_class, game_class.__name__
         self._num_workers = num_workers
         self._limits = limits
         self._queue: deque[_Work] = deque()
@@ -256,6 +260,7 @@ class ThreadRunner:
         self._loop = asyncio.get_running_loop()
         for _ in range(self._num_workers):
             self._add_worker()
+        await self._submit("import", "", lambda: import_needs(self._class))
         return await self._submit("__init__", "", self._episodes.probe)
 
     def reset(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
@@ -321,6 +326,8 @@ class ThreadRunner:
                     work = self._queue.popleft()
                 except IndexError:
                     break
+                if work.future.cancelled():
+                    continue
                 worker.work = work
                 work.run()
                 worker.work = None
@@ -343,7 +350,9 @@ class ThreadRunner:
     def _collect(self) -> None:
         self._waking.release()
         while self._finished:
-            self._finished.popleft().finish()
+            work = self._finished.popleft()
+            if not work.finish():
+                self._episodes.drop(work.episode)
 
     def _give_up(self, worker: _Worker, work: _Work) -> None:
         worker.given_up = True
@@ -400,6 +409,12 @@ class AsyncRunner:
     async def start(self) -> GameFacts:
         """Start the loop and make one game as a trial; return its description."""
         self._begin()
+        limit_s = self._limits.of("import")
+        try:
+            async with asyncio.timeout(limit_s):
+                await in_daemon_thread(lambda: import_needs(self._class), "import of a game")
+        except TimeoutError:
+            raise hung(self._class.__name__, "import", limit_s) from None
         probe = self._episodes.probe
 
         async def made() -> GameFacts:
@@ -465,19 +480,28 @@ class AsyncRunner:
         """Run a call in the games' loop, for as long as it may take."""
         episodes, limit_s = self._episodes, self._limits.of(verb)
 
+        def drop(*_: object) -> None:
+            episodes.drop(episode)
+
         async def limited() -> Any:
             task = asyncio.ensure_future(call())
-            await asyncio.wait({task}, timeout=limit_s)
-            if task.done() and not task.cancelled():
-                return task.result()
-            episodes.drop(episode)
-            if task.cancelled():  # not from here: the game has cancelled its own task
-                raise game_failure(self._class.__name__, verb, asyncio.CancelledError())
-            task.cancel()
-            raise hung(self._class.__name__, verb, limit_s)
+            has_ended = False
+            try:
+                await asyncio.wait({task}, timeout=limit_s)
+                has_ended = task.done() and not task.cancelled()
+                if has_ended:
+                    return task.result()
+                if task.cancelled():  # not from here: the game has cancelled its own task
+                    raise game_failure(name, verb, asyncio.CancelledError())
+                raise hung(name, verb, limit_s)
+            finally:
+                if not has_ended:
+                    task.add_done_callback(drop)
+                    task.cancel()
 
         name = self._class.__name__
-        return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))
+        blame = partial(game_failure, name, verb)
+        return await self._loop.submit(limited, blame, undelivered=drop)
 
 
 # An event loop for coroutines of users, in its own thread. Their exceptions become TinkermqErrors.
@@ -500,15 +524,21 @@ class ForeignLoop:
         self._thread = threading.Thread(target=self._turn, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], Awaitable[Any]], blame: Blame) -> "asyncio.Future[Any]":
+    def submit(
+        self,
+        call: Callable[[], Awaitable[Any]],
+        blame: Blame,
+        undelivered: Callable[[], object] = lambda: None,
+    ) -> "asyncio.Future[Any]":
         """Run a coroutine in the loop; return a future of the caller's loop.
 
         Cancelling the future cancels the coroutine. `blame` converts its exceptions into errors.
+        `undelivered` is called if the future is cancelled and the coroutine has ended.
         """
         future: asyncio.Future[Any] = self._home.create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        self._loop.call_soon_threadsafe(self._start, call, blame, future)
+        self._loop.call_soon_threadsafe(self._start, call, blame, future, undelivered)
         return future
 
     def is_stuck(self, limit_s: float) -> bool:
@@ -552,15 +582,23 @@ class ForeignLoop:
         self._probed_at = None
 
     def _start(
-        self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
+        self,
+        call: Callable[[], Awaitable[Any]],
+        blame: Blame,
+        future: "asyncio.Future[Any]",
+        undelivered: Callable[[], object],
     ) -> None:
-        task = self._loop.create_task(self._finish(call, blame, future))
+        task = self._loop.create_task(self._finish(call, blame, future, undelivered))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         self._on_home(self._follow, future, task)
 
     async def _finish(
-        self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
+        self,
+        call: Callable[[], Awaitable[Any]],
+        blame: Blame,
+        future: "asyncio.Future[Any]",
+        undelivered: Callable[[], object],
     ) -> None:
         outcome: Any = None
         error: TinkermqError | None = None
@@ -569,7 +607,8 @@ class ForeignLoop:
         except BaseException as raised:  # noqa: BLE001 - raised where the call was made
             ended = StateError(f"the event loop {self._name} has ended")
             error = ended if self._ended else blame(raised)
-        self._on_home(_settle, future, outcome, error)
+            clear_frames(raised)
+        self._on_home(lambda: _settle(future, outcome, error) or undelivered())
 
     def _follow(self, future: "asyncio.Future[Any]", task: "asyncio.Task[None]") -> None:
         """Cancel the coroutine when it is no longer awaited."""
@@ -581,15 +620,17 @@ class ForeignLoop:
 
         future.add_done_callback(cancel)
 
-    def _on_home(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _on_home(self, function: Callable[..., object], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: no waiter is left
             self._home.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(future: "asyncio.Future[Any]", outcome: Any, error: TinkermqError | None) -> None:
+def _settle(future: "asyncio.Future[Any]", outcome: Any, error: TinkermqError | None) -> bool:
+    """Set a future's outcome; return False if it is done already."""
     if future.done():
-        return
+        return False
     if error is None:
         future.set_result(outcome)
     else:
         future.set_exception(error)
+    return True

@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from ...schemas.local.process import die_with
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import GameError, MessageError, TinkermqError
 from ...schemas.wire.message import ErrorReply
-from ..game import StepResult, game_failure
-from ..registry import load_game
+from ..game import AbstractGame, StepResult, game_failure
+from ..registry import import_needs, load_game
 from .episodes import Episodes, GameFacts, refuse_async
 
 LENGTH = struct.Struct("<I")
@@ -34,17 +35,23 @@ def main() -> None:
     die_with(int(sys.argv[2]))()
     signal.signal(signal.SIGINT, _pass)
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as incoming:
+        game_class: type[AbstractGame] | None = None
         episodes: Episodes | None = None
         while head := incoming.read(LENGTH.size):
             body = incoming.read(LENGTH.unpack(head)[0])
             number, verb, arguments = pickle.loads(body)  # noqa: S301 - from our own parent
-            if verb == "start":
-                call: Callable[..., Any] = _start
+            if verb == "import":
+                call: Callable[..., Any] = _import
+            elif verb == "start":
+                assert game_class is not None
+                call = partial(_start, game_class)
             else:
                 assert episodes is not None
                 call = getattr(episodes, verb)
-            outcome, error = _attempt(call, arguments)
-            if verb == "start" and error is None:
+            outcome, error = _attempt(verb, call, arguments)
+            if verb == "import" and error is None:
+                game_class, outcome = outcome, None
+            elif verb == "start" and error is None:
                 episodes, outcome = outcome
             answer = _answer(number, outcome, error)
             sock.sendall(LENGTH.pack(len(answer)) + answer)
@@ -54,12 +61,17 @@ def _pass(*_: Any) -> None:
     """Ignore Ctrl-C: the host receives it as well, and ends its workers."""
 
 
-def _start(
-    game: str, kwargs: dict[str, Any], path: list[str], memory_mb: int | None
-) -> tuple[Episodes, GameFacts]:
+def _import(game: str, path: list[str]) -> type[AbstractGame]:
     sys.path[:] = path
     game_class = load_game(game)
     refuse_async(game_class)
+    import_needs(game_class)
+    return game_class
+
+
+def _start(
+    game_class: type[AbstractGame], kwargs: dict[str, Any], memory_mb: int | None
+) -> tuple[Episodes, GameFacts]:
     if memory_mb is not None:
         _bound_memory(memory_mb)
     episodes = Episodes(game_class, kwargs)
@@ -78,13 +90,13 @@ def _bound_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
-def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+def _attempt(verb: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     try:
         return call(*arguments), None
     except TinkermqError as error:
         return None, _error_fields(error)
     except BaseException as error:  # noqa: BLE001 - one call's failure must not end the others
-        return None, _error_fields(game_failure("the game", call.__name__, error))
+        return None, _error_fields(game_failure("the game", verb, error))
 
 
 def _error_fields(error: TinkermqError) -> list[str]:

@@ -23,12 +23,13 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ...schemas.local.process import finish
 from ...schemas.wire.errors import SandboxError
 from .sandbox import Mount, Sandbox, first_child, unprivileged_user
 
@@ -230,24 +231,11 @@ async def start_in_thread(
             for sock in process.sockets:
                 sock.close()
             process.kill()
-            await finish(process.ended())
-            process.close()
+            try:
+                await finish(process.ended())
+            finally:
+                process.close()
         raise
-
-
-async def finish(work: Awaitable[T]) -> T:
-    """Await an awaitable to its end, even if this task is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        task.exception()  # retrieved: the cancellation takes precedence
-        raise asyncio.CancelledError
-    return task.result()
 
 
 def command_line(sandbox: Sandbox) -> list[str]:

@@ -1,6 +1,7 @@
 """Processes and threads: end with the parent, hide secrets, report to systemd, run in a daemon."""
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import ctypes
@@ -10,10 +11,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -100,6 +101,55 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     # If no task awaits it any more, asyncio would report its exception as never retrieved.
     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, also while daemon threads run Python code.
+
+    The interpreter's own end stops such a thread wherever it is; in native code, as at the import
+    of NumPy or torch, that aborts the process (`Fatal Python error: PyThreadState_Get`).
+    """
+    if not any(thread.daemon for thread in threading.enumerate()):
+        sys.exit(code)
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name)()  # what the interpreter does before it stops the threads
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """Await an awaitable to its end, even if this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()  # retrieved: the cancellation takes precedence
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def owned(work: Awaitable[T], give_back: Callable[[T], object]) -> T:
+    """Await what acquires something, which is given back if this task is cancelled meanwhile.
+
+    The work continues then, for example in its thread, and `give_back` gets its result.
+    """
+    task = asyncio.ensure_future(work)
+
+    def ended(done: "asyncio.Future[T]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            give_back(done.result())
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(ended)
+        raise
 
 
 # Notifications to systemd: the service is ready, its loop runs, it stops.

@@ -275,7 +275,7 @@ class GuardedTracker(Tracker):
             limit_s = _UPLOAD_AT_THE_END_S if uploads else self._ends_s
         if self._is_running and time.monotonic() - began > limit_s:
             _HUNG.add(self.name)
-            self._give_up(f"it hangs: no answer within {limit_s:g} s", call)
+            self._give_up(f"no answer within {limit_s:g} s", call)
 
     def _work(self, make: Callable[[], Tracker]) -> None:
         """Open the tracker and make its calls; runs in a thread."""

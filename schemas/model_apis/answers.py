@@ -9,6 +9,7 @@ the header `x-should-retry` says otherwise.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -63,6 +64,11 @@ class TokenLogprob:
     encoded: bytes | None = None
     """Its bytes, which may be part of a character; None: those of its text."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it has a log-prob; a prompt's first token has none."""
+        return not math.isnan(self.logprob)
+
     def worded(self) -> dict[str, Any]:
         """Return it in the form of Chat Completions."""
         return {**self._fields(), "top_logprobs": [other._fields() for other in self.top]}
@@ -106,8 +112,8 @@ class Answer(Protocol):
         """Add to a choice; yield the addition as events."""
         ...
 
-    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
-        """End a choice; `stop` is the stop text that ended it, if known."""
+    def finish(self, reason: FinishReason, choice: int = 0, stop: str | int = "") -> Iterator[str]:
+        """End a choice; `stop` is the stop text or token that ended it, if known."""
         ...
 
     def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:

@@ -4,6 +4,7 @@ import codecs
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation
@@ -31,18 +32,8 @@ _OWN_FIELDS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 )
 """Fields of a message that have their own field in a `ModelMessage`."""
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "min_p",
-)
-_CHAT = FieldNames(_SAMPLING, max_tokens=("max_completion_tokens", "max_tokens"))
-_COMPLETION = FieldNames(_SAMPLING, least_tokens=0)
+_CHAT = FieldNames(max_tokens=("max_completion_tokens", "max_tokens"), effort="reasoning_effort")
+_COMPLETION = FieldNames(least_tokens=0)
 
 
 def read_chat(body: Any) -> ModelRequest:
@@ -54,7 +45,7 @@ def read_chat(body: Any) -> ModelRequest:
     include_usage, left_out = _read_include_usage(fields)
     if num_top and not tells_logprobs:
         left_out.append("top_logprobs")
-    return read_shared(
+    request = read_shared(
         fields,
         _CHAT,
         read_openai_tools(fields, nested=True),
@@ -63,7 +54,14 @@ def read_chat(body: Any) -> ModelRequest:
         messages=messages,
         top_logprobs=num_top if tells_logprobs else None,
         include_usage=include_usage,
+        prompt_logprobs=(prompt_logprobs := fields.count("prompt_logprobs", least=0)),
+        return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
     )
+    _refuse_streamed_scores(request)
+    if prompt_logprobs is None:
+        return request
+    name = "prompt_logprobs"
+    return replace(request, served_only={**request.served_only, name: name})
 
 
 def read_completion(body: Any) -> ModelRequest:
@@ -77,17 +75,23 @@ def read_completion(body: Any) -> ModelRequest:
         add_special_tokens=fields.flag("add_special_tokens", default=True),
         top_logprobs=fields.count("logprobs", least=0),
         prompts=_read_prompts(fields),
+        repeats_prompt=fields.flag("echo"),
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
         without_effect=left_out,
     )
-    if request.max_tokens == 0 and prompt_logprobs is None:
-        raise RequestError("max_tokens may be 0 only with prompt_logprobs", param="max_tokens")
-    if request.stream and prompt_logprobs is not None:
+    if request.max_tokens == 0 and prompt_logprobs is None and not request.repeats_prompt:
+        message = "max_tokens may be 0 only with prompt_logprobs or echo"
+        raise RequestError(message, param="max_tokens")
+    _refuse_streamed_scores(request)
+    return request
+
+
+def _refuse_streamed_scores(request: ModelRequest) -> None:
+    if request.stream and request.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not streamed", param="prompt_logprobs", hint="leave stream out"
         )
-    return request
 
 
 def _read_include_usage(fields: Fields) -> tuple[bool, list[str]]:
@@ -183,8 +187,8 @@ class _Choice:
         self.ids: list[int] | None = None
         self.logprobs: list[answers.TokenLogprob] | None = None
         self.finish: str | None = None
-        self.stop: str | None = None
-        """The stop text that ended it, in the field that vLLM's server has."""
+        self.stop: str | int | None = None
+        """The stop text or token that ended it, in the field that vLLM's server has."""
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Add a piece; return it as a chunk's delta."""
@@ -209,10 +213,10 @@ class _Choice:
             self.logprobs = self.logprobs or []
             self.logprobs += tokens.logprobs
 
-    def close(self, reason: answers.FinishReason, stop: str) -> None:
+    def close(self, reason: answers.FinishReason, stop: str | int) -> None:
         """End it."""
         self.finish = "tool_calls" if self.calls else "length" if reason == "length" else "stop"
-        self.stop = stop or None
+        self.stop = None if stop == "" else stop
 
     def message(self) -> dict[str, Any]:
         """Return it as a message."""
@@ -237,7 +241,7 @@ def _called_function(call: CanonicalCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-class _OpenAIAnswer:
+class OpenAIAnswer:
     """The common parts of answers of Chat Completions and of Completions; see `Answer`."""
 
     chunk_kind: ClassVar[str]
@@ -247,6 +251,8 @@ class _OpenAIAnswer:
         """Write the answer to a request."""
         self.prompt_ids: Sequence[Sequence[int]] = ()
         """Tokens of each prompt, if requested and known."""
+        self.scores: list[PromptScore] = []
+        """Log-probs of the prompts' tokens, if requested."""
         self._head = head
         self._include_usage = request.include_usage
         self._is_streamed = request.stream
@@ -268,6 +274,12 @@ class _OpenAIAnswer:
         head = self._head
         return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
+    def _scores(self, prompt: int) -> dict[str, Any]:
+        """Return the log-probs of a prompt's tokens in the field that vLLM has, if known."""
+        scores = [score for score in self.scores if score.prompt == prompt]
+        rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
+        return {"prompt_logprobs": rows} if scores else {}
+
     def _event(self, choice: Mapping[str, Any], top: Mapping[str, Any] | None = None) -> str:
         """Return an event with a choice, and further fields beside it."""
         usage = {"usage": None} if self._include_usage else {}
@@ -275,7 +287,7 @@ class _OpenAIAnswer:
         return answers.event({**fields, "choices": [choice], **usage})
 
 
-class ChatCompletionAnswer(_OpenAIAnswer):
+class ChatCompletionAnswer(OpenAIAnswer):
     """The choices of an answer of Chat Completions; see `Answer`."""
 
     chunk_kind = "chat.completion.chunk"
@@ -311,7 +323,7 @@ class ChatCompletionAnswer(_OpenAIAnswer):
             yield self._chunk(of, {"content": ""}, tokens=tokens)
 
     def finish(
-        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+        self, reason: answers.FinishReason, choice: int = 0, stop: str | int = ""
     ) -> Iterator[str]:
         """End a choice."""
         of = self._choices[choice]
@@ -323,6 +335,7 @@ class ChatCompletionAnswer(_OpenAIAnswer):
         return {
             **self._top("chat.completion"),
             **self._prompt_fields(),
+            **self._scores(0),
             "choices": [
                 {
                     "index": choice.number,
@@ -364,7 +377,7 @@ class ChatCompletionAnswer(_OpenAIAnswer):
         return {"prompt_token_ids": list(self.prompt_ids[0])} if self.prompt_ids else {}
 
 
-class CompletionAnswer(_OpenAIAnswer):
+class CompletionAnswer(OpenAIAnswer):
     """The choices of an answer of Completions, of one or several prompts; see `Answer`."""
 
     chunk_kind = "text_completion"
@@ -372,8 +385,6 @@ class CompletionAnswer(_OpenAIAnswer):
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Write the answer to a request."""
         super().__init__(head, request)
-        self.scores: list[PromptScore] = []
-        """Log-probs of the prompts' tokens, if requested."""
         self._num_top = request.top_logprobs or 0
         self._per_prompt = request.num_choices
         num = request.num_choices * len(request.prompts)
@@ -398,7 +409,7 @@ class CompletionAnswer(_OpenAIAnswer):
             yield self._event({**new, "finish_reason": None})
 
     def finish(
-        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+        self, reason: answers.FinishReason, choice: int = 0, stop: str | int = ""
     ) -> Iterator[str]:
         """End a choice."""
         of = self._choices[choice]
@@ -434,20 +445,16 @@ class CompletionAnswer(_OpenAIAnswer):
     def _logprobs(self, of: "_Text", logprobs: Sequence[answers.TokenLogprob]) -> dict[str, Any]:
         likeliest = [
             {other.text: max(other.logprob, answers.LEAST_LOGPROB) for other in token.top}
+            if token.is_known
+            else None
             for token in logprobs
         ]
         return {
             "tokens": [token.text for token in logprobs],
-            "token_logprobs": [token.logprob for token in logprobs],
+            "token_logprobs": [token.logprob if token.is_known else None for token in logprobs],
             "top_logprobs": likeliest if self._num_top else None,
             "text_offset": [of.offset.behind(token) for token in logprobs],
         }
-
-    def _scores(self, prompt: int) -> dict[str, Any]:
-        """Return the log-probs of a prompt's tokens in the field that vLLM has, if known."""
-        scores = [score for score in self.scores if score.prompt == prompt]
-        rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
-        return {"prompt_logprobs": rows} if scores else {}
 
 
 class _Offset:

@@ -21,7 +21,7 @@ from .request import (
 )
 
 _FIELDS = FieldNames(
-    ("temperature", "top_p", "top_k"),
+    effort="output_config.effort",
     formats=("output_config.format", "output_format"),
     stop="stop_sequences",
     num_choices="",
@@ -177,13 +177,13 @@ class MessagesAnswer:
                 empty = {"type": "thinking", "thinking": "", "signature": ""}
                 yield from self._add("thinking", piece.text, empty)
 
-    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+    def finish(self, reason: FinishReason, choice: int = 0, stop: str | int = "") -> Iterator[str]:
         """End the last block."""
         del choice
-        self._stop = stop or None
+        self._stop = stop if isinstance(stop, str) and stop else None
         if any(block["type"] == "tool_use" for block in self._blocks):
             self._reason = "tool_use"
-        elif stop:
+        elif self._stop:
             self._reason = "stop_sequence"
         else:
             self._reason = "max_tokens" if reason == "length" else "end_turn"

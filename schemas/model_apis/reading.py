@@ -13,7 +13,7 @@ from ..generation import Delta, TextPart
 from ..infer import InferPart
 from .answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, TokenLogprob, Usage
 from .canonical import THINK, CanonicalCall, Piece, ReplyReader, TextPiece, call_name
-from .chat import CHAT, CompletionAnswer
+from .chat import CHAT, OpenAIAnswer
 from .request import ModelRequest
 
 _RETURNED_COLUMNS = ("token_ids", "logprobs", "versions")
@@ -33,6 +33,8 @@ class AnswerReader:
         """
         self.id = api.id_of(name)
         """The answer's id, from its first part on."""
+        self.head: InferPart | None = None
+        """The part of a server that says what it takes of the request."""
         self._api = api
         self._name = name
         self._is_call = is_call
@@ -97,7 +99,7 @@ class AnswerReader:
         else:
             self._note(part)
         answer = self._begun()
-        if isinstance(answer, CompletionAnswer) and isinstance(part, InferPart):
+        if isinstance(answer, OpenAIAnswer) and isinstance(part, InferPart):
             answer.scores += part.scores
         for delta in part.deltas:
             usage = self._usage
@@ -142,6 +144,8 @@ class AnswerReader:
             self._usage = Usage(part.prompt_tokens, usage.generated, usage.reused)
         if part.prompt_token_ids and self._tells_ids:
             self._begun().prompt_ids = part.prompt_token_ids
+        if isinstance(part, InferPart) and part.max_context:
+            self.head = part
         if isinstance(part, InferPart) and part.vocabulary:
             self._extra["vocabulary"] = part.vocabulary
         if self._returned is None:
@@ -159,7 +163,7 @@ class AnswerReader:
                 if values := getattr(delta, column):
                     columns.setdefault(column, []).extend(values)
 
-    def _finish(self, number: int, reason: FinishReason, stop: str) -> Iterator[str]:
+    def _finish(self, number: int, reason: FinishReason, stop: str | int) -> Iterator[str]:
         """End a choice, once, with the text that its reader held back."""
         if number not in self._open:
             return
@@ -191,7 +195,8 @@ class AnswerReader:
 
     def _tokens(self, delta: Delta) -> NewTokens | None:
         """Return the new tokens of a choice in the requested form; None: not requested."""
-        if not delta.token_ids or not (self._tells_ids or self._tells_logprobs):
+        is_new = bool(delta.token_ids or delta.tokens)
+        if not is_new or not (self._tells_ids or self._tells_logprobs):
             return None
         return NewTokens(
             ids=delta.token_ids if self._tells_ids else None,

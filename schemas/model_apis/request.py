@@ -19,7 +19,14 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from ..agent import MAX_CALL_CHOICES, CallRequest
-from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding
+from ..generation import (
+    EPISODE_SAMPLING,
+    MAX_COUNT,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    SAMPLING,
+    Decoding,
+)
 from ..infer import ChatRequest, CompletionRequest
 from ..output_format import (
     ANY_OBJECT,
@@ -33,6 +40,7 @@ from ..wire.codec import read_json
 from ..wire.errors import DataError, MessageError, TinkermqError
 from ..wire.images import encoded_image
 from .canonical import CanonicalCall, ModelMessage, joined
+from .neutral import asks_nothing
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Created once, since each request is read field by field."""
@@ -73,6 +81,16 @@ class ModelRequest:
     """Required form of an answer; None: any."""
     calls_one: bool = False
     """An answer may have one tool call at most."""
+    repeats_prompt: bool = False
+    """An answer of legacy completions begins with its prompt."""
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Variables of the chat template, as sent in `chat_template_kwargs`."""
+    effort: str = ""
+    """How much to think; empty: not said."""
+    thinks: bool | None = None
+    """Think or not; None: not said."""
+    served_only: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The names in the API of the fields above that were sent: they have no effect in episodes."""
     top_logprobs: int | None = None
     """Return each token's text and log-prob, and so many of the likeliest; None: neither."""
     stop: tuple[str, ...] = ()
@@ -115,7 +133,7 @@ class Fields:
         self._value = cast("dict[str, Any]", value)
         self._place = place
         self._read: set[str] = set()
-        self._inner: list[Fields] = []
+        self._inner: dict[str, Fields] = {}
 
     def name(self, key: str) -> str:
         """Return a field's full name, from the body on."""
@@ -128,8 +146,9 @@ class Fields:
 
     def inner(self, key: str) -> "Fields":
         """Return the object in a field, whose fields count as this one's; empty if missing."""
-        self._inner.append(Fields(self.any(key) or {}, self.name(key)))
-        return self._inner[-1]
+        if key not in self._inner:
+            self._inner[key] = Fields(self.any(key) or {}, self.name(key))
+        return self._inner[key]
 
     def text(self, key: str, default: str = "") -> str:
         """Return a text; the default if it is null or missing."""
@@ -184,7 +203,7 @@ class Fields:
             for key, value in self._value.items()
             if key not in self._read and not asks_nothing(self.name(key), value)
         )
-        return (*own, *(name for inner in self._inner for name in inner.unread()))
+        return (*own, *(name for inner in self._inner.values() for name in inner.unread()))
 
     def _wrong(self, key: str, allowed: str) -> RequestError:
         name = self.name(key)
@@ -293,10 +312,10 @@ def custom_input(call: CanonicalCall) -> str:
 class FieldNames:
     """The names that an API gives to the fields that all APIs have; empty: it has none."""
 
-    sampling: tuple[str, ...]
-    """Its sampling options."""
     max_tokens: tuple[str, ...] = ("max_tokens",)
     """Of several, and of several `formats`, the first that was sent counts."""
+    effort: str = ""
+    """Path of how much to think."""
     least_tokens: int = 1
     formats: tuple[str, ...] = ("response_format",)
     """Paths of the required form of an answer."""
@@ -323,21 +342,35 @@ def read_shared(
     if sent is not None:
         choice = read_tool_choice(fields.any("tool_choice"), tools.shown, single=single)
     schemas = (read_format(*_at(fields, path)) for path in names.formats)
-    limits = (fields.count(name, names.least_tokens) for name in names.max_tokens)
+    limits = [fields.count(name, names.least_tokens) for name in names.max_tokens]
+    differing = [limit for limit in limits if limit is not None and limit != _first(limits)]
+    chosen = _first(schemas)
+    required = output_format(chosen, choice, tools.shown)
+    if (other := read_structure(fields)) is not None:
+        if required is not None:
+            raise RequestError(
+                "an answer has one form: structured_outputs were sent beside another one",
+                param="structured_outputs",
+                hint="leave out response_format, text.format, output_config.format or tool_choice",
+            )
+        required = other
     shared: dict[str, Any] = {
         "tools": () if choice.hides_tools else tools.shown,
         "custom_tools": tools.custom,
-        "format": output_format(_first(schemas), choice, tools.shown),
+        "format": required,
         "calls_one": choice.is_single,
         "max_tokens": _first(limits),
         "num_choices": (names.num_choices and fields.count(names.num_choices)) or 1,
         "stop": fields.texts(names.stop) if names.stop else (),
         "stream": fields.flag("stream"),
         "model": fields.text("model"),
-        "sampling": _read_sampling(fields, names.sampling),
+        "sampling": _read_sampling(fields),
+        **(_read_reasoning(fields, names.effort) if names.effort else {}),
         "return_token_ids": fields.flag("return_token_ids"),
     }
     unread = (*tools.left_out, *without_effect, *fields.unread(), *choice.without_effect)
+    if differing:
+        unread += (names.max_tokens[-1],)
     return ModelRequest(**{**shared, **own}, without_effect=unread)
 
 
@@ -354,14 +387,81 @@ def _at(fields: Fields, path: str) -> tuple[Any, str]:
     return fields.any(key), path
 
 
-def _read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
-    """Return the sampling options as sent, without numbers that are the default."""
-    values = {name: fields.any(name) for name in names}
+def _read_sampling(fields: Fields) -> dict[str, Any]:
+    """Return the sampling options as sent, without those that are the default."""
+    values = {name: fields.any(name) for name in SAMPLING}
     return {
         name: value
         for name, value in values.items()
-        if not (value is None or (isinstance(value, int | float) and asks_nothing(name, value)))
+        if not (value is None or (not isinstance(value, str) and asks_nothing(name, value)))
     }
+
+
+def _read_reasoning(fields: Fields, effort: str) -> dict[str, Any]:
+    """Return what is said of reasoning and of the template's variables; `effort` is a path."""
+    *outer, key = effort.split(".")
+    holder = fields.inner(outer[0]) if outer else fields
+    read: dict[str, Any] = {"effort": holder.text(key)}
+    read["template_options"] = fields.any("chat_template_kwargs") or {}
+    if not isinstance(read["template_options"], dict):
+        raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    if isinstance(thinks := fields.any("thinking"), bool):
+        read["thinks"] = thinks
+    else:
+        kind = fields.inner("thinking").text("type")
+        read["thinks"] = {"": None, "disabled": False}.get(kind, True)
+    names = {"effort": effort, "template_options": "chat_template_kwargs", "thinks": "thinking"}
+    sent = {name: place for name, place in names.items() if read[name] not in ("", {}, None)}
+    return {**read, "served_only": sent}
+
+
+_STRUCTURES = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
+_STRUCTURES["grammar"] = "guided_grammar"
+"""Fields of vLLM's `structured_outputs`, and their older names."""
+
+
+def read_structure(fields: Fields) -> OutputFormat | None:
+    """Return the form that vLLM's `structured_outputs`, or an older field, requires; None: any."""
+    outer = fields.inner("structured_outputs")
+    sent = [
+        (place, name, value)
+        for name, older in _STRUCTURES.items()
+        for holder, key in ((outer, name), (fields, older))
+        for place, value in [(holder.name(key), holder.any(key))]
+        if value is not None
+    ]
+    if outer.flag("json_object"):
+        sent.append((outer.name("json_object"), "json", dict(ANY_OBJECT)))
+    if not sent:
+        return None
+    (place, name, value), *others = sent
+    if others:
+        raise RequestError(f"an answer has one form: {place} and {others[0][0]}", param=place)
+    if name == "json":
+        schema = _schema_of(value, place)
+        _check(schema, place)
+        return OutputFormat(json_schema=schema)
+    wrong = not isinstance(value, str) or not value
+    if name == "choice":
+        texts = cast("list[Any]", value) if isinstance(value, list) else []
+        wrong = not (texts and all(isinstance(text, str) and text for text in texts))
+    if wrong:
+        kind = "a list of texts" if name == "choice" else "a text"
+        raise RequestError(f"{place} must be {kind}, and is {value!r:.60}", param=place)
+    try:
+        return OutputFormat.model_validate({"choices" if name == "choice" else name: value})
+    except ValidationError as error:
+        raise RequestError(f"{place}: {error.errors()[0]['msg']}", param=place) from error
+
+
+def _schema_of(value: Any, place: str) -> Any:
+    """Return a schema that may be sent as JSON's text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_json(value)
+    except MessageError as error:
+        raise RequestError(f"{place} is not JSON: {error.message}", param=place) from error
 
 
 _NO_CHOICE = (None, "auto", "none")
@@ -497,101 +597,6 @@ def _check(schema: Any, place: str) -> None:
         raise RequestError(error.message, param=error.place, hint=error.hint) from error
 
 
-LABELS = frozenset(
-    {
-        "cache_control",
-        "cache_salt",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "user",
-        "user_id",
-    }
-)
-"""Fields that label or speed up a request, and never change an answer."""
-
-_OFF: tuple[Any, ...] = (False, 0)
-_NEUTRAL: Mapping[str, Iterable[Any]] = {
-    # Chat Completions and Completions
-    "best_of": (1,),
-    "echo": _OFF,
-    "frequency_penalty": (0,),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default", "standard_only"),
-    "store": _OFF,
-    "top_logprobs": (0,),
-    "verbosity": ("medium",),
-    "stateful": (True,),  # episodes are always stateful
-    # Responses
-    "background": _OFF,
-    "include": (["reasoning.encrypted_content"],),  # reasoning is returned in full, not encrypted
-    "text.verbosity": ("medium",),
-    "reasoning": ({"summary": ("auto", "concise", "detailed"), "generate_summary": ("auto",)},),
-    "truncation": ("disabled",),
-    # Messages
-    "output_config.effort": ("high",),
-    "thinking": ({"type": "disabled"},),
-    "tool_choice.disable_parallel_tool_use": _OFF,
-    "stream_options.include_obfuscation": _OFF,
-    # further fields of vLLM's and other servers
-    "add_generation_prompt": (True,),
-    "add_special_tokens": _OFF,
-    "continue_final_message": _OFF,
-    "detokenize": (True,),
-    "ignore_eos": _OFF,
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": _OFF,
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "priority": (0,),
-    "repetition_penalty": (1,),
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stream_reasoning": (True,),
-    "truncate_prompt_tokens": (-1,),
-    "use_beam_search": _OFF,
-}
-_EMPTY: tuple[Any, ...] = ([], {}, "")
-
-
-def is_label(name: str) -> bool:
-    """Whether a field changes no answer, whatever its value."""
-    return name in LABELS
-
-
-def asks_nothing(name: str, value: Any) -> bool:
-    """Whether a field's value is its default; `name` includes the object that it is in."""
-    if value is None or value in _EMPTY:
-        return True
-    if name not in _NEUTRAL:
-        return value is False
-    return any(_is(value, neutral) for neutral in _NEUTRAL[name])
-
-
-def _is(value: Any, neutral: Any) -> bool:
-    if not isinstance(neutral, dict) or not isinstance(value, dict):
-        return bool(value == neutral)
-    fields = cast("dict[str, Any]", neutral)
-    return all(
-        inner is None or _is_one_of(inner, fields.get(name, ()))
-        for name, inner in cast("dict[str, Any]", value).items()
-    )
-
-
-def _is_one_of(value: Any, neutral: Any) -> bool:
-    """Whether a value within an object is its default, or one of several defaults."""
-    return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
-
-
 # -- the request as a message ----------------------------------------------------------------------
 
 _BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -605,6 +610,10 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
 """Minimum and maximum of an episode's sampling options."""
 _NAMES = {
     ("", "num_choices"): "n",
+    ("", "template_options"): "chat_template_kwargs",
+    ("chat", "effort"): "reasoning_effort",
+    ("responses", "effort"): "reasoning.effort",
+    ("messages", "effort"): "output_config.effort",
     ("completions", "prompts"): "prompt",
     ("completions", "top_logprobs"): "logprobs",
     ("messages", "stop"): "stop_sequences",
@@ -636,15 +645,24 @@ def call_request(
         sampling["top_k"] = int(sampling["top_k"])
     if isinstance(seed := model_request.sampling.get("seed"), int):
         sampling["seed"] = seed % MAX_SEED
-    unknown = sorted(model_request.sampling.keys() - Decoding.model_fields)
+    unknown = sorted(model_request.sampling.keys() - EPISODE_SAMPLING)
     return CallRequest(
         **_shared_fields(model_request, request, sampling),
         **_conversation_fields(model_request),
         is_prefill=model_request.is_prefill,
         previous=previous,
-        without_effect=[*model_request.without_effect, *unknown],
+        without_effect=[*model_request.without_effect, *unknown, *_served_only(model_request)],
         is_retry=is_retry,
     )
+
+
+def _served_only(model_request: ModelRequest) -> list[str]:
+    """Return the fields without effect in episodes; what thinks without being asked to is none."""
+    return [
+        place
+        for name, place in model_request.served_only.items()
+        if not asks_nothing(place, getattr(model_request, name))
+    ]
 
 
 def served_request(model_request: ModelRequest, request: str) -> ChatRequest | CompletionRequest:
@@ -656,8 +674,16 @@ def served_request(model_request: ModelRequest, request: str) -> ChatRequest | C
             prompts=list(model_request.prompts),
             prompt_logprobs=model_request.prompt_logprobs,
             add_special_tokens=model_request.add_special_tokens,
+            echo=model_request.repeats_prompt,
         )
-    return ChatRequest(**shared, **_conversation_fields(model_request))
+    return ChatRequest(
+        **shared,
+        **_conversation_fields(model_request),
+        template_options=dict(model_request.template_options),
+        effort=model_request.effort,
+        thinks=model_request.thinks,
+        prompt_logprobs=model_request.prompt_logprobs,
+    )
 
 
 def _shared_fields(

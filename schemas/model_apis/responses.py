@@ -28,7 +28,7 @@ from .request import (
 )
 
 _FIELDS = FieldNames(
-    ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty"),
+    effort="reasoning.effort",
     max_tokens=("max_output_tokens",),
     formats=("text.format",),
     stop="",
@@ -223,7 +223,7 @@ class ResponseAnswer:
                 yield from self._add(piece)
 
     def finish(
-        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+        self, reason: answers.FinishReason, choice: int = 0, stop: str | int = ""
     ) -> Iterator[str]:
         """End the last item."""
         del choice, stop

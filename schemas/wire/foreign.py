@@ -66,6 +66,19 @@ def blaming(blame: Blame) -> AbstractContextManager[None]:
     return _Blaming(blame)
 
 
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the ended frames of an error and of its causes, which hold the objects of its code.
+
+    Otherwise these live until the next run of the garbage collector, with the sessions, files and
+    processes that they own.
+    """
+    known = set[int]()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class _Blaming:
     """A context manager without a generator, for speed: it surrounds every step of a game."""
 

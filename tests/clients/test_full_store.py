@@ -51,7 +51,7 @@ def test_a_broker_whose_disk_was_full_is_started_again_once_there_is_room(
             pids = dict(state.children)
             ballast = asyncio.run(_fill_stream(state.url, disk))
             findings = _until_told(cli)
-            assert "is the disk of nats-server full?" in findings["detail"]
+            assert "the disk of nats-server is full" in findings["detail"]
             assert "make room and restart it" in findings["hint"]
             ballast.unlink()
             deadline = time.monotonic() + PATIENCE_S

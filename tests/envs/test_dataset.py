@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -466,6 +467,33 @@ def test_images_and_their_places_are_counted_and_the_row_is_named(tags, num):
     row = {"prompt": "<image>" * tags + "?", "answer": "2", "images": [PNG] * num}
     with pytest.raises(DataError, match=f"^{WHERE}: "):
         parse_record(row, WHERE).messages()
+
+
+@pytest.mark.parametrize("tag", ["<image>?", [{"type": "image"}, {"type": "text", "text": "?"}]])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"images": []}, f"column images of {WHERE} is empty"),
+        ({"images": "[]"}, f"column images of {WHERE} is empty"),
+        ({"image": PNG}, f"{WHERE} has a column image,"),
+        ({"image": PNG, "images": []}, f"{WHERE} has a column image,"),
+    ],
+)
+def test_images_that_are_missing_beside_a_place_are_told(tmp_path, tag, columns, words):
+    asked = [{"role": "user", "content": tag}]
+    for parse in (parse_record, parse_task):
+        with pytest.raises(DataError, match=f"^{re.escape(words)}"):
+            parse({"prompt": asked, "answer": "2", **columns}, WHERE)
+    chats = [{"messages": [*asked, {"role": "assistant", "content": "a"}], "images": []}]
+    with pytest.raises(DataError, match=r"column images of .*a\.jsonl is empty"):
+        ChatData([write_rows(tmp_path / "a.jsonl", chats)]).row(0)
+
+
+def test_a_tag_without_a_column_of_images_is_text_and_a_task_may_have_a_column_image():
+    row = {"prompt": "<image>?", "answer": "2"}
+    assert parse_record(row, WHERE).messages() == [{"role": "user", "content": "<image>?"}]
+    assert parse_record({**row, "prompt": "?", "images": []}, WHERE).images == []
+    assert parse_task({"image": "a.png"}, WHERE).columns == {"image": "a.png"}
 
 
 @pytest.mark.parametrize(

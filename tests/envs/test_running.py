@@ -5,6 +5,7 @@ import os
 import random
 import select
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -480,9 +481,9 @@ def test_a_process_starts_in_a_folder_with_a_file_named_as_a_module_of_python(
     _run(play())
 
 
-def test_a_game_may_take_the_time_of_a_reset_to_start(monkeypatch):
+def test_a_game_may_take_the_time_of_a_reset_to_start_and_longer_to_be_imported(monkeypatch):
     async def play():
-        monkeypatch.setattr("tinkermq.envs.running.process_runner.START_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("tinkermq.envs.running.episodes.IMPORT_S", 0.0)
         runner = _runner()  # a reset has 60 s
         starting = asyncio.create_task(runner.start())
         try:
@@ -659,3 +660,47 @@ async def test_of_a_table_the_role_that_hung_is_rewarded_and_all_have_ended(brok
         assert isinstance(others, TimedOut)
         assert (hung.reward, hung.done) == (10.0 - 2.5, True)  # 10 for what sun did before
         assert (others.reward, others.done) == (1.0, True)
+
+
+NEEDY = """
+from broken_games import CountingGame
+from tinkermq.envs.registry import Extra
+
+class Plain(CountingGame):
+    needs = Extra("a_package_that_takes_time", "pip install it")
+
+class Async(Plain):
+    async def step(self, action):
+        return super().step(action)
+"""
+
+
+@pytest.mark.parametrize("limit_s", [300.0, 0.01])
+@pytest.mark.parametrize(
+    ("name", "isolation"), [("Plain", "thread"), ("Plain", "process"), ("Async", None)]
+)
+def test_a_package_has_its_own_time_to_be_imported(tmp_path, monkeypatch, name, isolation, limit_s):
+    (tmp_path / "needy.py").write_text(NEEDY)
+    (tmp_path / "a_package_that_takes_time.py").write_text("import time\ntime.sleep(1.5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_package_that_takes_time", raising=False)
+    monkeypatch.setattr("tinkermq.envs.running.episodes.IMPORT_S", limit_s)
+    times = {"reset_timeout_s": 1.0, "step_timeout_s": 1.0}
+    config = EnvConfig.model_validate({"game": f"needy:{name}", "isolation": isolation, **times})
+
+    async def start():
+        runner = make_runner(config)
+        starting = asyncio.create_task(runner.start())
+        try:
+            while not starting.done():
+                await asyncio.sleep(LOOK_S)
+                runner.end_overdue()
+            return (await starting).name
+        finally:
+            await runner.stop()
+
+    if limit_s > 1:
+        assert _run(start())
+    else:
+        with pytest.raises(GameError, match=r"the import of .* did not end within 1 s"):
+            _run(start())

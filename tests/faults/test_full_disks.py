@@ -96,10 +96,10 @@ async def test_a_broker_without_room_is_waited_for_and_told(tmp_path: Path, mode
             ballast = fill(disk)
 
             async def told() -> bool:
-                return "is the disk of nats-server full?" in tinkermq(stack, "doctor")
+                return "the disk of nats-server is full" in tinkermq(stack, "doctor")
 
             await eventually(told, "the full disk to be told")
-            assert "is the disk of nats-server full?" in tinkermq(stack, "ps")
+            assert "the disk of nats-server is full" in tinkermq(stack, "ps")
             ballast.unlink()
             await stack.restart("nats-server")  # as the operator does, and `tinkermq up`
             await job.until("COMPLETED")

@@ -46,7 +46,9 @@ class ModelEndpoint:
     async def listen(self, listening: socket.socket) -> AsyncIterator[None]:
         """Answer at another socket."""
         listening.setblocking(False)
-        async with await asyncio.start_server(self._serve, sock=listening):
+        server = await asyncio.start_server(self._serve, sock=listening, start_serving=False)
+        async with server:
+            await server.start_serving()
             yield
 
     async def __aenter__(self) -> "ModelEndpoint":

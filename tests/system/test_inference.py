@@ -65,10 +65,14 @@ SHORT = {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 64}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[InferPart]:
+async def ask(
+    stack: Stack, scope: JobScope, name: str, *, num_words: int = 1, **fields: Any
+) -> list[InferPart]:
     """Chat with a job; return all parts of the answer."""
     request = ChatRequest(
-        request=name, messages=[ModelMessage(role="user", content=("hello",))], **fields
+        request=name,
+        messages=[ModelMessage(role="user", content=("hello" * num_words,))],
+        **fields,
     )
     parts = ask_parts(
         stack.broker, scope.infer("chat"), request, InferPart, waiting_for="the server"
@@ -94,8 +98,10 @@ async def test_a_model_folder_is_served_by_several_servers(
         assert tokens == whole.deltas[0].token_ids
         text = "".join(delta.text for part in streamed for delta in part.deltas)
         assert text == whole.deltas[0].text
+        head, *_ = await ask(stack, scope, "long", decoding=Decoding(max_tokens=400))
+        assert head.bounded_tokens == 256 - whole.prompt_tokens
         with pytest.raises(ConfigError, match="context of this model holds 256"):
-            await ask(stack, scope, "long", decoding=Decoding(max_tokens=400))
+            await ask(stack, scope, "full", decoding=Decoding(max_tokens=1), num_words=300)
         ended = await client.complete_job(job["job_id"])
         assert ended["job_id"] == job["job_id"]
 

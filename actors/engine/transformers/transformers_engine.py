@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ....schemas.config.sections import LoraConfig
+from ....schemas.local.process import finish
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.adapted_layers import LowRank
@@ -240,14 +241,14 @@ class TransformersEngine:
         """Swap weights between two decode steps; see `engine.Engine.load_weights`."""
         async with self._loading:
             self._check_alive()
-            fresh = await asyncio.to_thread(self._weights.prepare, tensors)
+            fresh = await finish(asyncio.to_thread(self._weights.prepare, tensors))
             self._check_alive()
             swapped: asyncio.Future[None] = self._loop.create_future()
             self._swaps.add(swapped)
             done = partial(self._post, self._swapped, swapped)
             self._command(partial(self._worker.swap, version, fresh, kv, done))
-            # Shielded until the swap is done: the prepared set must not be refilled before.
-            await asyncio.shield(swapped)
+            # Also if it is cancelled: the prepared set must not be refilled before.
+            await finish(swapped)
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of weights and cache; see `engine.Engine.sleep`."""

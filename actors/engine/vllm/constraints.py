@@ -1,4 +1,4 @@
-"""Grammars and penalties in vLLM's worker processes, as the transformers engine applies them.
+"""Grammars, biases and penalties in vLLM's workers, as the transformers engine applies them.
 
 vLLM's own structured outputs are not used: they change the logits before our code gets them, begin
 at the first token of a request (an answer continued elsewhere has tokens already), and support one
@@ -10,7 +10,7 @@ and both engines use the same grammar library.
 # pyright: reportMissingModuleSource=false
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..sampling import Constraining, RowConstraint, masked_shares
 PROCESSOR = "tinkermq.actors.engine.vllm.constraints:ConstrainedLogits"
 """The name by which vLLM loads the processor."""
 _KEY = "tinkermq"
+_OPTIONS = tuple(field.name for field in fields(Sampling) if field.name != "grammar")
 _MAX_ENDED = 4096
 """Number of ended requests whose values are kept until they are requested."""
 
@@ -35,15 +36,9 @@ def constraint_arguments(sampling: Sampling, key: str) -> dict[str, Any] | None:
     """Return the constraints of a request for the worker; None for one without."""
     if not sampling.is_constrained:
         return None
-    fields = {
-        "key": key,
-        "grammar": "" if sampling.grammar is None else sampling.grammar.text,
-        "presence": sampling.presence_penalty,
-        "frequency": sampling.frequency_penalty,
-        "repetition": sampling.repetition_penalty,
-        "num_drawn": sampling.num_drawn,
-    }
-    return {_KEY: fields}
+    options = {name: getattr(sampling, name) for name in _OPTIONS}
+    grammar = "" if sampling.grammar is None else sampling.grammar.text
+    return {_KEY: {"key": key, "grammar": grammar, "options": options}}
 
 
 @dataclass(slots=True)
@@ -169,23 +164,16 @@ class ConstrainedLogits(LogitsProcessor):
         return masked.tobytes(), figures.error
 
     def _row(self, params: SamplingParams, prompt: list[int], output: list[int]) -> _Row | None:
-        fields: Any = (params.extra_args or {}).get(_KEY)
-        if fields is None:
+        sent: Any = (params.extra_args or {}).get(_KEY)
+        if sent is None:
             return None
         grammar = None
-        if fields["grammar"]:
+        if sent["grammar"]:
             self._compiler = self._compiler or GrammarCompiler(self._load())
-            grammar = self._compiler.compile_here(fields["grammar"])
-        sampling = Sampling(
-            1,
-            grammar=grammar,
-            presence_penalty=fields["presence"],
-            frequency_penalty=fields["frequency"],
-            repetition_penalty=fields["repetition"],
-            num_drawn=fields["num_drawn"],
-        )
+            grammar = self._compiler.compile_here(sent["grammar"])
+        sampling = Sampling(**sent["options"], grammar=grammar)
         constraint = RowConstraint(sampling, np.array(prompt, np.int32))
-        return _Row(fields["key"], constraint, output)
+        return _Row(sent["key"], constraint, output)
 
     def _of(self, key: str) -> _Figures:
         figures = self._figures.setdefault(key, _Figures({}))

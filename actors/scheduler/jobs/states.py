@@ -364,8 +364,8 @@ def _trouble(status: ActorStatus) -> str:
     """Return the problem of an actor: it is silent, or fails without finishing any work."""
     if status.silent_s:
         return (
-            f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "
-            "hangs, or cannot reach the broker; if that lasts, its node restarts it"
+            f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it may be "
+            "stopped, hang, or not reach the broker; if that lasts, its node restarts it"
         )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""

@@ -128,11 +128,13 @@ async def _finished(process: asyncio.subprocess.Process, name: str, hints: Comma
         async with asyncio.timeout(_TIMEOUT_S):
             written, complaint = await process.communicate()
     except TimeoutError as error:
-        process.kill()
-        await process.wait()
         raise DeadlineError(
             f"{name} did not answer within {_TIMEOUT_S:g} s", hint=hints.late
         ) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode:
         message = " ".join(complaint.decode(errors="replace").split()) or "without a message"
         raise PlacementError(

@@ -56,9 +56,8 @@ class FileReads:
             return await self._disks.look(user, read, *args, **named)
         except TimeoutError as error:
             raise StorageError(
-                f"the disk of the job's files, or of its folder, did not answer within "
-                f"{_READ_S:g} s",
-                hint="check on the scheduler's machine whether their disks answer (`ls`, `df`)",
+                f"the job's files, or its folder, were not read within {_READ_S:g} s",
+                hint="the scheduler's machine may be busy, or a disk hang: see `ls`, `df` there",
             ) from error
 
 

@@ -9,13 +9,14 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
+from ....envs.registry import plays_any_row
 from ....schemas.checks import CheckReply, CheckResult, failed_check, run_check
 from ....schemas.config.algorithm import is_checkpoint
-from ....schemas.config.job import JobConfig
+from ....schemas.config.job import EnvConfig, JobConfig
 from ....schemas.config.sections import is_url, model_paths
 from ....schemas.job import ActorPlacement, JobRecord
 from ....schemas.node import LookQuestion, ModelQuestion, NodeStatus
@@ -143,20 +144,28 @@ class JobChecks:
     async def _check_inputs(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus]
     ) -> list[CheckResult]:
-        """Check the data and the game read by actors of the pool; clients read their own.
+        """Check the data, game and functions read by actors of the pool; clients read their own.
 
         Programs bring their own environment.
         """
         files, game = list(config.sft.data) if record.trains else [], ""
+        functions = _functions_of_learner(config) if record.trains else []
         if any(actor.role == "environment" for actor in record.actors):
             files += [*config.env.train_data, *config.env.val_data]
             game = "" if config.agent.runs_programs else config.env.game or ""
-        question = LookQuestion(files=list(dict.fromkeys(files)), game=game)
-        if not files and not game:
+            functions += _functions_of_hosts(config.env)
+        question = LookQuestion(files=list(dict.fromkeys(files)), game=game, functions=functions)
+        subjects = {
+            "data": f"{len(files)} file(s)" if files else "",
+            "game": game,
+            "functions": ", ".join(functions),
+        }
+        if not any(subjects.values()):
             return []
         replies = await self._ask_nodes(nodes, "look", question)
-        data = [_combine("data", f"{len(files)} file(s)", nodes, replies)] if files else []
-        return [*data, *([_combine("game", game, nodes, replies)] if game else [])]
+        return [
+            _combine(name, subject, nodes, replies) for name, subject in subjects.items() if subject
+        ]
 
     async def nodes_with_inputs(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have a job's data and its game; raises DataError or GameError."""
@@ -237,6 +246,21 @@ def models_of(config: JobConfig) -> Iterable[str]:
     return dict.fromkeys(
         path for path in paths.values() if not (is_url(path) or is_checkpoint(path))
     )
+
+
+def _functions_of_learner(config: JobConfig) -> list[str]:
+    """Return the user's functions, by module, that a learner imports."""
+    keys = ("own_advantage", "own_loss", "own_correction", "own_mask", "own_filter")
+    named = (*(getattr(config.algorithm, key) for key in keys), config.training.own_curriculum)
+    return [name for name in named if name and ":" in name]
+
+
+def _functions_of_hosts(env: EnvConfig) -> list[str]:
+    """Return the user's reward functions, also TRL's, that environment hosts import."""
+    of_game: Any = env.kwargs.get("reward_funcs") if plays_any_row(str(env.game)) else None
+    several = cast("list[Any]", of_game) if isinstance(of_game, list) else [of_game]
+    named = [env.reward.function, *several]
+    return [name for name in named if isinstance(name, str) and ":" in name]
 
 
 def _combine(

@@ -7,6 +7,7 @@ to the job's own folder before anything reads it.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -54,20 +55,26 @@ _ADAPTERS = "adapters"
 _MODELS = "models"
 
 
-def run_dir_of(config: JobConfig, owner: str = "") -> Path:
-    """Return the folder of a run.
+def run_dir_of(config: JobConfig, owner: str = "", in_use: Collection[Path] = ()) -> Path:
+    """Return the folder of a run; a number follows its name if that is in `in_use`.
 
     With an `owner` it is in the owner's folder, as names are unique per user only.
     """
-    return without_tilde(config.output_dir).resolve() / owner / str(config.name)
+    above, name = without_tilde(config.output_dir).resolve() / owner, str(config.name)
+    folder = above / name
+    for number in itertools.count(2):
+        if folder not in in_use:
+            break
+        folder = above / f"{name}-{number}"
+    return folder
 
 
-def make_run_dir(config: JobConfig, owner: str = "") -> Path:
+def make_run_dir(config: JobConfig, owner: str = "", in_use: Collection[Path] = ()) -> Path:
     """Create the folder of a run.
 
     Raises StateError if it holds another run, StorageError if it cannot be created.
     """
-    folder = run_dir_of(config, owner)
+    folder = run_dir_of(config, owner, in_use)
     try:
         with Folder(folder, make=True) as made:
             inside = {*(entry.name for entry in made.entries()), *made.strange()}

@@ -5,12 +5,16 @@ continues when it is repeated.
 """
 
 import asyncio
+import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import structlog
+
 from ....broker.client.connection import Broker
+from ....broker.jetstream.streams import stream_info
 from ....broker.jobs import JobStore
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
@@ -18,7 +22,7 @@ from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config, with_changes
 from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.errors import ConfigError, MessageError, StateError
+from ....schemas.wire.errors import ConfigError, MessageError, NotFoundError, StateError
 from ....schemas.wire.message import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.stores import Stores
@@ -35,8 +39,11 @@ from .checks import JobChecks
 _PART_CHARS = 20
 _SOURCE_CHARS = 36
 _NOT_NAME = re.compile(r"[^a-z0-9]+")
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
+_STEM_CHARS = 40
+_UNSUCCESSFUL = ("FAILED", "CANCELLED")
 _HELPERS = {"infer": "serve", "eval": "eval"}
 
 
@@ -143,7 +150,8 @@ class Submission:
         self._check_kind(user, request)
         parse_config(request.config)
         record, config, _ = await self._planned(await self._blank(user, "tried", request))
-        folder = await self._files.read(user, origins.run_dir_of, config, self._folder_of(user))
+        place = (config, self._folder_of(user), self._view.run_folders_of(user))
+        folder = await self._files.read(user, origins.run_dir_of, *place)
         return record.model_copy(update={"run_dir": str(folder)}), config
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
@@ -194,6 +202,7 @@ class Submission:
                 return await self._jobs.get(user, job)
             if request.sealed:
                 await self._secrets.add_sealed(JobScope(user, job), request.sealed)
+            await self._rename_failed(user, record)
             return await self._jobs.create(record, f"user {user}")
         finally:
             self._names.discard((user, blank.name))
@@ -221,6 +230,7 @@ class Submission:
             if request.start:
                 changed = await self._complete(changed, record)
             self._view.check_growth(record, changed)
+            await self._rename_failed(user, changed)
             return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord, before: JobRecord | None) -> JobRecord:
@@ -235,9 +245,8 @@ class Submission:
                 raise result.error()
         planned = planned.model_copy(update={"stored_bytes": states.reserved_bytes(config)})
         self._view.check_growth(before, planned)
-        run_dir = await self._files.read(
-            record.user, origins.make_run_dir, config, self._folder_of(record.user)
-        )
+        place = (config, self._folder_of(record.user), self._view.run_folders_of(record.user))
+        run_dir = await self._files.read(record.user, origins.make_run_dir, *place)
         planned = planned.model_copy(update={"run_dir": str(run_dir)})
         stores = Stores(self._broker)
         copies = await origins.copy_origins(planned, config, models.folders, stores)
@@ -331,10 +340,42 @@ class Submission:
         """Return whether another run of the user has the name."""
         return self._view.owner_of(user, name) not in (None, job) or (user, name) in self._names
 
+    async def _never_began(self, user: str, name: str) -> JobRecord | None:
+        """Return the run of this name if it failed, or was cancelled, before its first step."""
+        record = self._view.find(user, name)
+        if record is None or record.state not in _UNSUCCESSFUL or record.removal != "no":
+            return None
+        if record.started is None:
+            return record
+        if not record.trains:
+            return None
+        try:
+            steps = await stream_info(self._broker, record.scope.stream_batch)
+        except NotFoundError:
+            return record
+        return None if steps["state"]["last_seq"] else record
+
+    async def _rename_failed(self, user: str, job: JobRecord) -> None:
+        """Give another name to the run that had the name of a new job and never began a step."""
+        failed = self._view.find(user, job.name)
+        if failed is None or failed.job == job.job:
+            return
+        stem = f"{failed.name[:_STEM_CHARS]}-{failed.state.lower()}"
+        made = (f"{stem}-{number}" for number in itertools.count(1))
+        name = next(name for name in made if not self._is_taken(user, failed.job, name))
+        _log.info("run_renamed", job=failed.job, name=failed.name, to=name)
+        config = {**failed.config, "name": name}
+        await self._jobs.update(
+            failed, lambda now: now.model_copy(update={"name": name, "config": config})
+        )
+
     async def _free_name(
         self, user: str, job: str, config: Mapping[str, Any], kind: str, source: str = ""
     ) -> str:
-        """Return the configured name if no other run has it, else a new one."""
+        """Return the configured name, or a new one.
+
+        Raises StateError if another run has the name, unless it never began a step.
+        """
         name = config.get("name")
         if name is None:
             made = names(dict(config), kind, source)
@@ -342,7 +383,7 @@ class Submission:
         check_name(name)
         if self._is_taken(user, job, name):
             await self._view.refresh()  # the run with this name may just have been deleted
-        if self._is_taken(user, job, name):
+        if self._is_taken(user, job, name) and await self._never_began(user, name) is None:
             raise StateError(
                 f"a run named {name!r} exists already",
                 hint=f"resume it (`tinkermq resume {name}`), or choose another name",

@@ -198,7 +198,7 @@ class SampledAdapters:
         self._fetch = fetch
         self._free = free
         self._places: dict[str, _Place] = {}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
 
     @property
     def num_held(self) -> int:
@@ -227,22 +227,22 @@ class SampledAdapters:
             await asyncio.shield(place.ready)
             yield snapshot.name
         finally:
-            await self._release(place)
+            self._release(place)
 
     async def _acquire(self, snapshot: Snapshot) -> _Place:
         name = snapshot.name
-        async with self._changed:
-            while (place := self._places.get(name)) is None and not self._has_room():
-                await self._changed.wait()
-            if place is None:
-                place = _Place(snapshot, asyncio.create_task(self._load(snapshot), name=name))
-                self._places[name] = place
-            elif snapshot.version > place.snapshot.version:
-                replacing = self._replace(place.ready, place.snapshot, snapshot)
-                task = asyncio.create_task(replacing, name=name)
-                place.snapshot, place.ready = snapshot, task
-            place.users += 1
-            return place
+        while (place := self._places.get(name)) is None and not self._has_room():
+            self._changed.clear()
+            await self._changed.wait()
+        if place is None:
+            place = _Place(snapshot, asyncio.create_task(self._load(snapshot), name=name))
+            self._places[name] = place
+        elif snapshot.version > place.snapshot.version:
+            replacing = self._replace(place.ready, place.snapshot, snapshot)
+            task = asyncio.create_task(replacing, name=name)
+            place.snapshot, place.ready = snapshot, task
+        place.users += 1
+        return place
 
     async def _load(self, snapshot: Snapshot) -> None:
         folder = await self._fetch(snapshot)
@@ -270,13 +270,12 @@ class SampledAdapters:
         self._engine.drop_adapter(place.snapshot.name)
         self._free(place.snapshot)
 
-    async def _release(self, place: _Place) -> None:
+    def _release(self, place: _Place) -> None:
         place.users -= 1
         place.used = time.monotonic()
         if place.has_failed and self._places.get(place.snapshot.name) is place:
             self._drop(place)  # the next request loads it again
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
 
 
 # -- starting the engine ---------------------------------------------------------------------------

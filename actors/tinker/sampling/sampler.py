@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....broker.client.connection import Broker, Msg
+from ....broker.client.fair_queue import end_tasks
 from ....broker.client.parts import PartsService, Tell
 from ....broker.client.rpc import RequestContext
 from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
@@ -466,8 +467,7 @@ class Sampler:
                 for number, task in enumerate(drawn):
                     if not task.done():
                         self._engine.cancel(_name_of(body, number))
-                for item in (scored, *drawn):
-                    item.cancel()
+                await end_tasks((scored, *drawn))
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
 
     async def _score(

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 
 from ....schemas.config.agent import AgentConfig
 from ....schemas.local.folder import Folder
+from ....schemas.local.process import finish
 from ....schemas.wire.errors import GameError, SandboxError, StorageError
 from ...sandbox import bubblewrap
 from ...sandbox.sandbox import Limit, Sandbox, holds_more
@@ -315,7 +316,7 @@ class ProgramLauncher:
                 ) from error
             yield folder
         finally:
-            await bubblewrap.finish(self.blocking(folder.remove))
+            await finish(self.blocking(folder.remove))
 
     @contextlib.asynccontextmanager
     async def running(
@@ -359,13 +360,14 @@ class ProgramLauncher:
                 yield Running(program, over)
         finally:
             self._watch.remove(watched)
-            await bubblewrap.finish(self._end(program))
+            await finish(self._end(program))
 
     async def close(self) -> None:
         """Remove the folders and end the threads, after all programs have ended."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self.close_at_once)
 
-    def _close(self) -> None:
+    def close_at_once(self) -> None:
+        """Do the same; blocks."""
         self._watch.stop()
         self._reader.stop()
         self._workers.shutdown()
@@ -487,12 +489,13 @@ async def _answered(
     """Answer at a program's socket while it runs."""
     if listening is None:
         yield
-    elif endpoint is None:
-        with listening:
+        return
+    with listening:
+        if endpoint is None:
             yield
-    else:
-        async with endpoint.listen(listening):
-            yield
+        else:
+            async with endpoint.listen(listening):
+                yield
 
 
 def _report_limit(

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ....broker.client.fair_queue import end_tasks
 from ....schemas.config.agent import AgentConfig
+from ....schemas.local.process import owned
 from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult
 from ...host import HostGone
@@ -71,8 +73,9 @@ class ProgramRunner:
         """
         await self._opened.enter_async_context(self._endpoint)
         try:
-            self._launcher = await asyncio.to_thread(
-                ProgramLauncher, self._config, self._private, self._may_read
+            open_launcher = partial(ProgramLauncher, self._config, self._private, self._may_read)
+            self._launcher = await owned(
+                asyncio.to_thread(open_launcher), ProgramLauncher.close_at_once
             )
         except OSError as error:
             raise SandboxError(
@@ -162,12 +165,14 @@ class ProgramRunner:
         waiting = asyncio.ensure_future(held.begun.wait())
         try:
             await asyncio.wait({held.task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            self.drop(episode)
+            raise
         finally:
             waiting.cancel()
         if held.begun.is_set():
             return prompt
-        with contextlib.suppress(KeyError):
-            del self._held[episode]
+        self._held.pop(episode, None)
         if held.task.cancelled():
             raise NotFoundError(f"episode {episode!r} was closed before its program started")
         await held.task  # which raises

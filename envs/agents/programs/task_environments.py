@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from ....schemas.config.agent import AgentConfig
 from ....schemas.local.folder import Folder
+from ....schemas.local.process import finish
 from ....schemas.wire.errors import SandboxError
-from ...sandbox.bubblewrap import finish
 from ...sandbox.sandbox import (
     SYSTEM_ETC,
     SYSTEM_FOLDERS,

@@ -29,6 +29,7 @@ from .calls import (
     OpenEpisodes,
     ProgramCalls,
     ProxyTimes,
+    RunningCall,
     bare_key,
 )
 from .exchange import KeyRefused
@@ -110,6 +111,8 @@ class ModelProxy:
         self._signer = EpisodeSigner(scope, None)
         self._port = port
         self._is_listening = False
+        self._opened = contextlib.AsyncExitStack()
+        self._ended: list[RunningCall] = []
 
     @property
     def base_url(self) -> str:
@@ -164,26 +167,30 @@ class ModelProxy:
             self._posts.close(episode)
 
     async def __aenter__(self) -> "ModelProxy":
-        if self._posts is not None:
-            self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
-            await self._posts.start()
-        listening = listening_socket("127.0.0.1", self._port)
-        await self._server.listen(listening)
-        self._port = int(listening.getsockname()[1])
+        async with contextlib.AsyncExitStack() as opened:
+            opened.push_async_callback(self._inbox.close)
+            opened.push_async_callback(self._end_calls)
+            if self._posts is not None:
+                self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
+                opened.push_async_callback(self._posts.stop)
+                await self._posts.start()
+            listening = opened.enter_context(listening_socket("127.0.0.1", self._port))
+            opened.push_async_callback(self._server.stop)
+            await self._server.listen(listening)
+            self._port = int(listening.getsockname()[1])
+            self._opened = opened.pop_all()
         self._is_listening = True
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        ended = [call for opened in self._episodes for call in opened.calls]
+        self._ended = [call for opened in self._episodes for call in opened.calls]
         for opened in list(self._episodes):
             self.close(opened.episode.episode)
-        await self._server.stop()
-        if self._posts is not None:
-            await self._posts.stop()
-        if ended:
-            await asyncio.gather(*(call.settle() for call in ended))
-        await self._inbox.close()
+        await self._opened.aclose()
         self._is_listening = False
+
+    async def _end_calls(self) -> None:
+        await asyncio.gather(*(call.settle() for call in self._ended))
 
 
 # Programs elsewhere, which reach their host through a gateway.

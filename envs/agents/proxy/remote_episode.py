@@ -126,14 +126,15 @@ class RemoteEpisode:
         """End open calls, report to the host, and disconnect."""
         if self._reporting is not None:
             self._reporting.cancel()
-        for call in self._opened.calls.end(EpisodeOver("the gateway ends")):
-            await call.settle()
-        if self._reported[0] and not self.over:
-            self._episode.num_open = 0
-            with contextlib.suppress(errors.TinkermqError, TimeoutError):
-                async with asyncio.timeout(_ANSWERED_S):
-                    await self._send(self._post())
-        await self.broker.close()
+        async with contextlib.AsyncExitStack() as opened:
+            opened.push_async_callback(self.broker.close)
+            for call in self._opened.calls.end(EpisodeOver("the gateway ends")):
+                await call.settle()
+            if self._reported[0] and not self.over:
+                self._episode.num_open = 0
+                with contextlib.suppress(errors.TinkermqError, TimeoutError):
+                    async with asyncio.timeout(_ANSWERED_S):
+                        await self._send(self._post())
 
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
         """Report an answered call to the host before the program gets the end of the answer."""

@@ -5,6 +5,8 @@ import gc
 import json
 import resource
 import weakref
+from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,9 @@ def _greedy(model: PreTrainedModel, asked: Sampling) -> list[int]:
         {"repetition_penalty": float("nan")},
         {"num_top": 21},
         {"num_top": -1},
+        {"min_p": 1.5},
+        {"logit_bias": ((3, 101.0),)},
+        {"logit_bias": ((3, float("nan")),)},
         {"top_k": 1 << 63},
         {"stop_token_ids": (3, 1 << 63)},
         {"stop_token_ids": (-1 << 63,)},
@@ -273,6 +278,83 @@ def _greedy(model: PreTrainedModel, asked: Sampling) -> list[int]:
 )
 async def test_what_cannot_be_sampled_with_is_refused(engine: Engine, fields: Any) -> None:
     with pytest.raises(ConfigError, match="cannot be sampled"):
+        await engine.generate(PROMPT, Sampling(4, **fields), request_id="refused")
+
+
+async def test_biases_and_excluded_tokens_change_what_is_drawn_and_not_what_is_recorded(
+    engine: Engine, model: PreTrainedModel
+) -> None:
+    async def drawn(**fields: Any) -> list[int]:
+        asked = Sampling(8, **{"temperature": 0.0, **fields})
+        generation = await engine.generate(PROMPT, asked, request_id="biased")
+        expected = plain_logprobs(model, PROMPT, generation.token_ids, asked.temperature or 1.0)
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+        return generation.token_ids.tolist()
+
+    plain = await drawn()
+    assert await drawn(logit_bias=((9, 100.0),)) == [9] * 8
+    assert plain[0] not in await drawn(logit_bias=((plain[0], -100.0),))
+    assert {*await drawn(allowed_token_ids=(7, 8, 9), temperature=1.0, seed=1)} <= {7, 8, 9}
+    assert await drawn(allowed_token_ids=(7, 8), bad_words=((7,),)) == [8] * 8
+    assert plain[0] not in await drawn(bad_words=((plain[0],),))
+    pair = await drawn(bad_words=((plain[0], plain[1]),))
+    assert pair[0] == plain[0]
+    assert pair[1] != plain[1]
+    assert await drawn(min_p=1.0, temperature=1.0, seed=1) == plain
+    stops: Any = {"stop_token_ids": (plain[0],)}
+    assert await drawn(**stops) == plain[:1]
+    late = await drawn(**stops, min_tokens=3)
+    assert len(late) >= 4
+    assert plain[0] not in late[:3]
+    begun = Sampling(8, temperature=0.0, num_drawn=3, **stops, min_tokens=3)
+    prompt = np.concatenate([PROMPT, late[:3]]).astype(np.int32)
+    rest = await engine.generate(prompt, begun, request_id="begun")
+    assert rest.token_ids.tolist()[: len(late) - 3] == late[3:]
+
+
+async def test_min_p_keeps_the_tokens_near_the_likeliest_that_is_allowed(
+    engine: Engine, model: PreTrainedModel
+) -> None:
+    allowed, least = tuple(range(100, 120)), 0.5
+    asked = Sampling(1, temperature=0.5, min_p=least, allowed_token_ids=allowed)
+    logprobs = [float(plain_logprobs(model, PROMPT, np.array([t]), 0.5)[0]) for t in allowed]
+    kept = {t for t, lp in zip(allowed, logprobs, strict=True) if lp >= max(logprobs) + log(least)}
+    assert 1 < len(kept) < len(allowed)
+    drawn = [
+        await engine.generate(PROMPT, replace(asked, seed=seed), request_id=f"min {seed}")
+        for seed in range(60)
+    ]
+    assert {int(generation.token_ids[0]) for generation in drawn} == kept
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": (7,), "bad_words": ((7,),)},
+        {"allowed_token_ids": (7,), "stop_token_ids": (7,), "min_tokens": 2},
+    ],
+)
+async def test_a_request_that_excludes_every_token_ends_and_no_other(
+    engine: Engine, fields: Any
+) -> None:
+    wrong = engine.generate(PROMPT, Sampling(4, seed=1, **fields), request_id="none")
+    right = engine.generate(PROMPT, Sampling(4, seed=1), request_id="some")
+    first, second = await asyncio.gather(wrong, right, return_exceptions=True)
+    assert isinstance(first, ConfigError)
+    assert "exclude every token" in first.message
+    assert isinstance(second, Generation)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": ((1 << 20, 1.0),)},
+        {"allowed_token_ids": (3, 1 << 20)},
+        {"bad_words": ((3, 1 << 20),)},
+    ],
+)
+async def test_tokens_that_the_model_does_not_have_are_refused(engine: Engine, fields: Any) -> None:
+    with pytest.raises(ConfigError, match="name token 1048576"):
         await engine.generate(PROMPT, Sampling(4, **fields), request_id="refused")
 
 

@@ -1,15 +1,19 @@
 """Request bodies, and structured output of a real tiny model."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+import torch
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
@@ -24,10 +28,11 @@ from tinkermq.schemas.infer import ChatRequest, CompletionRequest, InferPart
 from tinkermq.schemas.model_apis.chat import CHAT
 from tinkermq.schemas.model_apis.request import RequestError
 from tinkermq.schemas.wire.subjects import JobScope
+from transformers import AutoModelForCausalLM
 
 from tests.actors.gateway.canned import canned_server
 from tests.actors.gateway.http import serving
-from tests.support.models import HERMES, make_tiny_model
+from tests.support.models import HERMES, make_tiny_model, plain_logprobs
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.full
@@ -244,3 +249,175 @@ async def test_the_likeliest_tokens_are_told_in_the_words_of_each_api(client: As
     assert len(tops.top_logprobs or []) == len(tops.tokens or [])
     # by their texts, as OpenAI tells them: bytes that are no characters are all alike
     assert all(1 <= len(top) <= 4 for top in tops.top_logprobs or [])
+
+
+# -- what evaluators and vLLM's clients send -------------------------------------------------------
+
+
+@pytest.fixture
+def chat(folder: Path) -> ChatTokenizer:
+    return ChatTokenizer(load_tokenizer(str(folder)))
+
+
+async def sent(url: str, path: str, **fields: Any) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        return await client.post(f"{url}{path}", json={"model": MODEL, **fields})
+
+
+async def test_a_prompt_is_repeated_with_its_log_probs(
+    client: AsyncOpenAI, folder: Path, chat: ChatTokenizer
+) -> None:
+    texts = ["2 + 2 = é", "<|user|>hi"]
+    asked: Any = {"model": MODEL, "echo": True, "logprobs": 1, "temperature": 0}
+    made = await client.completions.create(**asked, prompt=texts, max_tokens=2)
+    ids = [chat.encode(text, special=True) for text in texts]
+    by_ids = await client.completions.create(**asked, prompt=ids, max_tokens=2)
+    scored = await client.completions.create(**asked, prompt=texts, max_tokens=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for number, choice in enumerate(made.choices):
+        told, tokens = choice.logprobs, ids[number]
+        assert told is not None
+        assert told.token_logprobs is not None
+        assert told.text_offset
+        assert choice.text.startswith(texts[number])
+        assert len(told.token_logprobs) == len(tokens) + 2
+        assert told.token_logprobs[0] is None
+        assert (told.top_logprobs or [])[0] is None
+        expected = plain_logprobs(model, np.array(tokens[:1]), np.array(tokens[1:]))
+        np.testing.assert_allclose(told.token_logprobs[1 : len(tokens)], expected, atol=1e-4)
+        for token, offset in zip(told.tokens or [], told.text_offset, strict=True):
+            if "\ufffd" not in token:
+                assert choice.text[offset:].startswith(token)
+        assert by_ids.choices[number].logprobs == told
+        assert by_ids.choices[number].text == choice.text
+        alone = scored.choices[number]
+        assert (alone.text, alone.finish_reason) == (texts[number], "length")
+        assert alone.logprobs is not None
+        assert alone.logprobs.token_logprobs == told.token_logprobs[: len(tokens)]
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 4
+    stream = await client.completions.create(**asked, prompt=texts[0], max_tokens=2, stream=True)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == made.choices[0].text
+    tokens = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.tokens or []]
+    assert tokens == (made.choices[0].logprobs and made.choices[0].logprobs.tokens)
+    plain = await client.completions.create(model=MODEL, prompt=texts, max_tokens=2, echo=True, n=2)
+    assert [choice.text.startswith(texts[choice.index // 2]) for choice in plain.choices] == [
+        True
+    ] * 4
+
+
+async def test_a_chat_has_the_log_probs_of_its_prompt(url: str, folder: Path) -> None:
+    made = (await sent(url, "/chat/completions", messages=HELLO, prompt_logprobs=2)).json()
+    ids, rows = made["prompt_token_ids"], made["prompt_logprobs"]
+    assert rows[0] is None
+    assert len(rows) == len(ids)
+    expected = plain_logprobs(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        np.array(ids[:1]),
+        np.array(ids[1:]),
+    )
+    own = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+    np.testing.assert_allclose(own, expected, atol=1e-4)
+
+
+async def test_biases_and_excluded_words_have_their_effect(
+    client: AsyncOpenAI, chat: ChatTokenizer
+) -> None:
+    asked: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 6, "temperature": 0}
+
+    async def answer(**fields: Any) -> Any:
+        made = await client.chat.completions.create(**asked, extra_body=fields)
+        return made.choices[0]
+
+    (a,), (b,) = chat.encode("a"), chat.encode("b")
+    assert (await answer(logit_bias={str(a): 100})).message.content == "aaaaaa"
+    assert (await answer(allowed_token_ids=[a, b], bad_words=["a"])).message.content == "bbbbbb"
+    forced = {"logit_bias": {str(a): 100}}
+    ended = await answer(**forced, stop_token_ids=[a])
+    assert (ended.message.content, ended.finish_reason) == ("", "stop")
+    assert ended.stop_reason == a
+    late = await answer(**forced, stop=["a"], min_tokens=3)
+    assert (late.message.content, late.stop_reason) == ("aaa", "a")
+    end = chat.stop_token_ids[0]
+    assert (await answer(logit_bias={str(end): 100})).finish_reason == "stop"
+    assert (await answer(logit_bias={str(end): 100}, ignore_eos=True)).finish_reason == "length"
+    assert (await answer(logit_bias={str(end): 100}, min_tokens=6)).finish_reason == "length"
+    for refused in ({"allowed_token_ids": [99_999]}, {"min_tokens": 7}, {"logit_bias": {"9": 101}}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(refused))):
+            await answer(**refused)
+
+
+async def test_an_answer_has_the_form_that_vllms_clients_require(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 60}
+    for form, pattern in (
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"regex": "[ab]{2}/[0-9]"}}, "[ab]{2}/[0-9]"),
+        ({"guided_grammar": 'root ::= "x" ("y" | "z")'}, "x[yz]"),
+        ({"structured_outputs": {"grammar": 'start: "x" NUM\nNUM: /[0-9]{2}/'}}, "x[0-9]{2}"),
+        ({"guided_json": {"enum": [1, 2]}}, "1|2"),
+    ):
+        made = await client.chat.completions.create(**asked, extra_body=form)
+        assert re.fullmatch(pattern, made.choices[0].message.content or ""), form
+    with pytest.raises(openai.BadRequestError, match="look-around"):
+        await client.chat.completions.create(**asked, extra_body={"guided_regex": "(?=a)b"})
+
+
+async def test_a_longer_answer_than_fits_is_bounded_and_told(url: str) -> None:
+    made = await sent(url, "/messages", messages=HELLO, max_tokens=32_000, temperature=0)
+    assert made.status_code == 200
+    bound = int(made.headers["x-tinkermq-max-tokens"])
+    assert 0 < bound < 400
+    assert made.json()["usage"]["output_tokens"] <= bound
+    streamed = await sent(
+        url, "/chat/completions", messages=HELLO, max_tokens=32_000, temperature=0, stream=True
+    )
+    assert streamed.headers["x-tinkermq-max-tokens"] == str(bound)
+    assert (
+        "x-tinkermq-max-tokens"
+        not in (await sent(url, "/chat/completions", messages=HELLO, max_tokens=3)).headers
+    )
+    full = await sent(url, "/completions", prompt="a" * 400, max_tokens=1)
+    assert full.status_code == 400
+    assert "context of this model holds 400" in full.text
+
+
+async def test_what_a_template_has_no_variable_for_is_told_or_refused(url: str) -> None:
+    async def answer(**fields: Any) -> httpx.Response:
+        return await sent(url, "/chat/completions", messages=HELLO, max_tokens=2, **fields)
+
+    told = await answer(reasoning_effort="high", verbosity="low")
+    assert told.headers["x-tinkermq-without-effect"] == "verbosity, reasoning_effort"
+    assert "x-tinkermq-without-effect" not in (await answer(reasoning_effort="none")).headers
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    told = await sent(url, "/messages", messages=HELLO, max_tokens=2, thinking=thinking)
+    assert told.headers["x-tinkermq-without-effect"] == "thinking.budget_tokens, thinking"
+    assert (await answer(chat_template_kwargs={"enable_thinking": False})).status_code == 200
+    for name in ("enable_thinking", "messages", "tools", "add_generation_prompt"):
+        refused = await answer(chat_template_kwargs={name: ["x"]})
+        assert refused.status_code == 400
+        assert f"no variable '{name}'" in refused.text
+
+
+@pytest.mark.parametrize("thinks", [True])
+async def test_reasoning_that_cannot_be_left_out_is_refused(url: str, thinks: bool) -> None:
+    refused = await sent(url, "/chat/completions", messages=HELLO, reasoning_effort="none")
+    assert refused.status_code == 400
+    assert "opens the reasoning" in refused.text
+
+
+async def test_texts_and_conversations_are_tokenized(url: str, chat: ChatTokenizer) -> None:
+    root = url.removesuffix("/v1")
+    text = "hé <|user|>"
+    made = (await sent(root, "/tokenize", prompt=text)).json()
+    assert made["tokens"] == chat.encode(text, special=True)
+    assert (made["count"], made["max_model_len"]) == (len(made["tokens"]), 400)
+    assert (await sent(root, "/detokenize", tokens=made["tokens"])).json() == {"prompt": text}
+    whole = (await sent(root, "/tokenize", messages=HELLO)).json()
+    answered = (await sent(url, "/chat/completions", messages=HELLO, max_tokens=1)).json()
+    assert whole["count"] == answered["usage"]["prompt_tokens"]
+    counted = await sent(url, "/messages/count_tokens", messages=HELLO)
+    assert counted.json() == {"input_tokens": whole["count"]}
+    assert (await sent(root, "/tokenize", prompt="a" * 4000)).json()["count"] == 4000
+    for tokens in (["a"], [[1], [2]], [], "a"):
+        assert (await sent(root, "/detokenize", tokens=tokens)).status_code == 400

@@ -403,3 +403,17 @@ async def test_jobs_are_sorted_by_their_figures(stack: Stack, gateway: Gateway) 
     assert best[0]["reward"] == max(known)
     refused = await gateway.get("/api/v1/jobs?sort=colour")
     assert refused.status == 400
+
+
+async def test_a_wrong_path_of_a_model_api_is_told_in_its_words(gateway: Gateway) -> None:
+    lost = await gateway.post("/v1/embeddings", {"input": "a"})
+    assert lost.status == 404
+    assert lost.json["error"]["message"].startswith("there is no /v1/embeddings here")
+    assert lost.json["error"]["code"] == "request"
+    lost = await gateway.post("/v1/messages/batches", {"requests": []})
+    assert (lost.status, lost.json["type"]) == (404, "error")
+    for path in ("/v1/chat/completions", "/tokenize"):
+        wrong = await gateway.get(path)
+        assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+        assert f"GET is not answered at {path}" in wrong.json["error"]["message"]
+    assert (await gateway.get("/health")).status == 200

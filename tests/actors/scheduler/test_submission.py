@@ -35,6 +35,7 @@ from tinkermq.schemas.job import (
     JobRecord,
     JobRequest,
     ListRequest,
+    ResumeRequest,
     ScaleRequest,
     StopRequest,
 )
@@ -53,7 +54,7 @@ from tinkermq.schemas.wire.errors import (
 from tests.actors.scheduler.conftest import Stack
 from tests.support.hollow_model import make_hollow
 from tests.support.s3 import environment
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.full
 
@@ -108,8 +109,35 @@ async def test_a_name_is_given_once(stack: Stack) -> None:
         await stack.submit(name="mine")
     await stack.ask("stop", StopRequest(job="mine"))
     await stack.until(job, "CANCELLED")
+    await create_job_streams(stack.broker, job.scope, LimitsConfig())
+    await stack.jobs.update(job, lambda now: now.model_copy(update={"started": 1.0}))
+    await stack.broker.append(
+        job.scope.batch, b"of its first step", deadline_s=PATIENCE_S, waiting_for="the log"
+    )
     with pytest.raises(StateError, match="named 'mine'"):
         await stack.submit(name="mine")
+
+
+async def test_a_run_that_never_began_a_step_frees_its_name_and_stays_visible(stack: Stack) -> None:
+    await stack.scheduler()
+    first = await stack.submit(name="mine")
+    await stack.ask("stop", StopRequest(job="mine"))
+    await stack.until(first, "CANCELLED")
+    second = await stack.submit(name="mine")
+    assert (second.name, second.run_dir) == ("mine", f"{first.run_dir}-2")
+    old = await stack.ask("get", JobRequest(job=first.job))
+    assert (old.name, old.state, old.run_dir) == ("mine-cancelled-1", "CANCELLED", first.run_dir)
+    assert (await stack.ask("get", JobRequest(job="mine"))).job == second.job
+    await stack.ask("stop", StopRequest(job="mine"))
+    await stack.until(second, "CANCELLED")
+    request = stack.request(name="mine", request_id="third")
+    third, again = [await stack.ask("submit", request) for _ in range(2)]
+    assert third.job == again.job
+    assert third.run_dir == f"{first.run_dir}-3"
+    names = sorted(record.name for record in await stack.jobs.list_jobs())
+    assert names == ["mine", "mine-cancelled-1", "mine-cancelled-2"]
+    resumed = await stack.ask("resume", ResumeRequest(job="mine-cancelled-1"))
+    assert (resumed.name, resumed.state) == ("mine-cancelled-1", "QUEUED")
 
 
 async def test_a_folder_that_holds_another_run_is_never_written_over(stack: Stack) -> None:

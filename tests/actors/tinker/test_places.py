@@ -5,6 +5,8 @@ import contextlib
 
 from tinkermq.actors.tinker.sampling.engines import FairSlots
 
+from tests.support.cancelling import cancel_everywhere
+
 
 class Engine:
     """Notes who comes in, and keeps everybody until told."""
@@ -84,3 +86,25 @@ async def test_who_no_longer_waits_takes_no_place() -> None:
     await engine.ask("bob", 1)
     await asyncio.gather(*engine.tasks[-2:])
     assert engine.order[-2:] == ["ada", "bob"]
+
+
+async def test_a_request_cancelled_at_any_await_gives_its_place_back() -> None:
+    places = FairSlots(2)
+
+    async def hold() -> None:
+        async with places.place("ada", 5):
+            await asyncio.sleep(0)
+
+    async def wait_and_hold() -> None:
+        async with contextlib.AsyncExitStack() as held:
+            other = await held.enter_async_context(places.place("bob", 5))
+            asyncio.get_running_loop().call_soon(setattr, other, "tokens", 1)
+            await hold()
+
+    async def all_are_free() -> None:
+        async with asyncio.timeout(60):
+            async with places.place("local", 1), places.place("local", 1):
+                pass
+
+    for work in (hold, wait_and_hold):
+        await cancel_everywhere(work, all_are_free)

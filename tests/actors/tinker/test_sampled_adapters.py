@@ -16,6 +16,7 @@ from tinkermq.schemas.tinker.names import CheckpointName, ModelName
 from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
 
+from tests.support.cancelling import cancel_everywhere
 from tests.support.models import make_tiny_model, until
 
 
@@ -176,3 +177,43 @@ def test_what_is_told_of_a_prompt() -> None:
     alone = wire.SampleResponse.FromString(write_samples([sampled], scores))
     assert not alone.HasField("prompt_logprobs")
     assert alone.HasField("topk_prompt_logprobs")
+
+
+async def test_a_request_cancelled_at_any_await_leaves_its_adapter_to_others(base: Path) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
+    adapters = held(engine, 1)
+    metered = MeteredEngine(engine, 1)
+
+    async def draw() -> None:
+        async with adapters.using(snapshot(base, 0)) as name:
+            await metered.generate("ada", [1], Sampling(2), request_id="a", adapter=name)
+
+    async def others_are_served() -> None:
+        async with asyncio.timeout(60), adapters.using(snapshot(base, 1)) as name:
+            await metered.generate("bob", [1], Sampling(1), request_id="b", adapter=name)
+
+    assert await cancel_everywhere(draw, others_are_served) > 2
+    await engine.close()
+
+
+async def test_whoever_waits_for_a_place_gets_it_from_a_cancelled_one(base: Path) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
+    adapters = held(engine, 1)
+    is_held, ends = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with adapters.using(snapshot(base, 0)):
+            is_held.set()
+            await ends.wait()
+
+    holding = asyncio.create_task(hold())
+    await is_held.wait()
+    waiting = [
+        asyncio.create_task(one_token(engine, adapters, snapshot(base, number)))
+        for number in (1, 2)
+    ]
+    await asyncio.sleep(0)
+    holding.cancel()
+    waiting[0].cancel()
+    assert await asyncio.wait_for(waiting[1], 60) == "2"
+    await engine.close()

@@ -23,8 +23,9 @@ from tinkermq.schemas.weights import Manifest, WeightsAnnouncement
 from tinkermq.schemas.wire.errors import NotFoundError, StorageError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.cancelling import cancel_everywhere
 from tests.support.models import bytes_of
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
 NUM_BYTES = 3 << 20
 ROOM = 64 << 20
@@ -354,3 +355,32 @@ async def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
     for _ in range(2):
         assert await shared(tmp_path).get(DIGEST, NUM_BYTES, reads.fill) == PAYLOAD
     assert reads.count == 2
+
+
+async def test_a_fetch_cancelled_at_any_await_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    memory = SharedMemory(SCOPE, ROOM, root=tmp_path)
+
+    async def fill(buffer: memoryview) -> None:
+        await asyncio.sleep(0)
+        buffer[:] = PAYLOAD
+
+    async def get() -> None:
+        with await memory.get(DIGEST, NUM_BYTES, fill) as shared:
+            assert shared == PAYLOAD
+        sweep(keep_s=0, root=tmp_path)
+
+    async def offer() -> None:
+        shared = await memory.offer(DIGEST, [PAYLOAD])
+        assert shared is not None
+        shared.release()
+        sweep(keep_s=0, root=tmp_path)
+
+    async def nothing_is_left() -> None:
+        async def swept() -> bool:
+            sweep(keep_s=0, root=tmp_path)
+            return not list(own_folder(tmp_path).iterdir())
+
+        await eventually(swept, "its files to be given up")
+
+    for work in (get, offer):
+        assert await cancel_everywhere(work, nothing_is_left) > 1

@@ -83,6 +83,8 @@ class Behaviour:
     """Without it in a request's header, the request is refused."""
     answer: Callable[[dict[str, Any]], Any] | None = None
     """Returns what is sent for a message instead of the right answer; None: that."""
+    delay_s: Callable[[dict[str, Any]], float] | None = None
+    """Returns how long a message waits before it is answered."""
     redirect: str = ""
     """Every request is sent there."""
     description: str = "An echo."
@@ -166,6 +168,8 @@ async def _play(websocket: WebSocket, one: Behaviour) -> None:
         kind, data = message["type"], message.get("data", {})
         if kind == "close":
             return
+        if one.delay_s is not None:
+            await asyncio.sleep(one.delay_s(message))
         odd = one.answer(message) if one.answer is not None else None
         if inspect.iscoroutine(odd):
             await odd

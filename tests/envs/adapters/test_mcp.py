@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from tinkermq.envs.adapters.mcp import McpGame
-from tinkermq.envs.adapters.mcp_client import close_all
+from tinkermq.envs.adapters.mcp_channels import GameServer
+from tinkermq.envs.adapters.mcp_client import close_all, connect
 from tinkermq.envs.check import check_game
 from tinkermq.envs.dataset import Record
 from tinkermq.envs.running.episodes import GameHung, Opening
@@ -29,6 +30,7 @@ from tinkermq.schemas.config.sections import RewardConfig
 from tinkermq.schemas.wire.errors import ConfigError, GameError, TinkermqError
 
 from tests.envs.adapters.scripted_mcp import answers
+from tests.support.cancelling import cancel_everywhere
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.full
@@ -584,3 +586,19 @@ async def test_a_key_comes_from_the_variable_that_is_named_for_it(
         game.get_tools()
     monkeypatch.setenv("KEY_OF_THE_SHOP", "sesame")
     assert await said(game, call("echo", text="open")) == ["open"]
+
+
+async def test_a_session_cancelled_at_any_await_of_its_start_leaves_no_program_and_no_place():
+    server = GameServer.model_validate(scripted("plain", max_sessions=1))
+
+    async def play() -> None:
+        session = await connect(server)
+        try:
+            await session.call("echo", {"text": "hello"})
+        finally:
+            session.close()
+
+    async def given_back() -> None:
+        await until(lambda: num_programs("plain") == 0, "the program to end")
+
+    assert await cancel_everywhere(play, given_back) > 3

@@ -12,6 +12,7 @@ import openai
 import pytest
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
+from tinkermq.schemas.generation import Decoding
 from tinkermq.schemas.output_format import OutputFormat
 
 from tests.support.program_clients import (
@@ -305,6 +306,19 @@ async def test_the_form_that_a_program_demands_reaches_the_generator(
 
 
 FIELDS = ("response_format", "tool_choice", "text", "output_config")
+SERVED_ONLY: dict[str, Any] = {
+    "allowed_token_ids": [1],
+    "bad_words": ["a"],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "ignore_eos": True,
+    "logit_bias": {"5": 1},
+    "min_p": 0.5,
+    "min_tokens": 2,
+    "prompt_logprobs": 1,
+    "reasoning_effort": "low",
+    "stop_token_ids": [1],
+}
+"""What an episode's learner would not compute."""
 
 
 async def test_whatever_a_program_asks_besides_is_taken_and_told(
@@ -320,12 +334,17 @@ async def test_whatever_a_program_asks_besides_is_taken_and_told(
             await http.post(
                 "/chat/completions", json=chat_body(store=True, tool_choice="required")
             ),
+            await http.post("/v1/chat/completions", json=chat_body(**SERVED_ONLY)),
+            await http.post("/v1/chat/completions", json=chat_body(min_p=0, logit_bias={})),
             await http.post("/v1/v1/chat/completions", json=chat_body("again")),
         ]
     assert (head.status_code, root.status_code) == (200, 200)
     assert models.json()["data"][0]["id"] == "policy"
     assert model.json()["id"] == "some/name"
-    assert [answer.status_code for answer in answers] == [200] * 3
+    assert [answer.status_code for answer in answers] == [200] * 5
+    assert sorted(script.asked[2].without_effect) == sorted(SERVED_ONLY)
+    assert script.asked[2].decoding == script.asked[3].decoding == Decoding()
+    assert not script.asked[3].without_effect
     assert script.asked[0].without_effect == ["metadata"]
     assert script.asked[1].without_effect == ["store", "tool_choice"]
 

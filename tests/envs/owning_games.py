@@ -1,0 +1,45 @@
+"""Games that own a file while they live, as others own a session, a simulator or a licence."""
+
+import asyncio
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from broken_games import CountingGame
+
+RESET_S = 0.03
+
+
+class OwningGame(CountingGame):
+    """Owns a file of a folder from the middle of its reset on."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(trouble_at=0)
+        self._folder = Path(folder)
+
+    def reset(self, **_: Any) -> str:
+        time.sleep(RESET_S / 2)
+        self._take()
+        time.sleep(RESET_S / 2)
+        return "begun"
+
+    def _take(self) -> None:
+        owned = self._folder / uuid4().hex
+        owned.touch()
+        weakref.finalize(self, owned.unlink)
+
+
+class WaitingOwner(OwningGame):
+    """The same as an async game."""
+
+    async def reset(self, **_: Any) -> str:  # type: ignore[override]
+        await asyncio.sleep(RESET_S / 2)
+        self._take()
+        await asyncio.sleep(RESET_S / 2)
+        return "begun"
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        await asyncio.sleep(RESET_S)
+        return super().step(action)
