@@ -190,6 +190,8 @@ def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from .policy.vision import Processor
+
         named: dict[str, Any] = {"gguf_file": file.name}
         auto, tokenizers = cast("Any", AutoModelForCausalLM), cast("Any", AutoTokenizer)
         read = auto.from_pretrained(str(file.parent), dtype=torch.float32, **named)
@@ -201,7 +203,7 @@ def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
         model.generation_config = read.generation_config
         model.to(getattr(torch, dtype))
         tokenizer = tokenizers.from_pretrained(str(file.parent), **named)
-    _write(part, model, tokenizer)
+    _write(part, model, Processor(tokenizer, None))
 
 
 def _read_header(file: Path) -> int:
@@ -260,7 +262,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _write(part: Path, model: Any, processor: Any) -> None:
-    """Write a model and its processor or tokenizer.
+    """Write a model and its processor.
 
     Raises StorageError, with sizes if the disk is full.
     """

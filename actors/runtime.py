@@ -39,6 +39,7 @@ from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
 from ..schemas.job import JobRecord
 from ..schemas.local.process import notifying_systemd
+from ..schemas.local.proxies import keep_proxies_out
 from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import (
     NotFoundError,
@@ -377,6 +378,7 @@ def _run(
     **bound: Any,
 ) -> int:
     log = configure_logging(role=role, **bound)
+    keep_proxies_out(os.environ)
 
     async def main() -> int | None:
         loop = asyncio.get_running_loop()

@@ -477,9 +477,9 @@ class TinkerConfigDict(TypedDict, total=False):
 
 class TrainingConfigDict(TypedDict, total=False):
     num_steps: int | None
-    """Optimiser steps; wins over `num_epochs`."""
+    """Optimiser steps."""
     num_epochs: int | None
-    """Passes over the training data; without either, one."""
+    """Passes over the training data, in place of `num_steps`; without either, one."""
     batch_size: int
     """Tasks per step."""
     max_staleness: int | Literal['auto']

@@ -199,6 +199,9 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
             _fit_lengths(tree)
     if refused:
         raise _all_of(refused)
+    training = tree.get("training", {})
+    if training.get("num_steps") is not None:  # it wins, as there
+        training.pop("num_epochs", None)
     if needless:
         warn_needless(needless)
     return tree

@@ -15,6 +15,7 @@ from ..broker.calls import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..schemas.config.algorithm import is_endpoint
+from ..schemas.config.load_config import with_changes
 from ..schemas.job import (
     FINAL_STATES,
     NOTIFY_URL,
@@ -181,7 +182,7 @@ class Pool(SchedulerCalls):
             )
         origin = await self.find(run)
         inherited = {key: value for key, value in origin.config.items() if key != "name"}
-        config = with_tracker_settings(merged(inherited, changes))
+        config = with_tracker_settings(with_changes(inherited, changes))
         return await self.submit(
             config,
             kind="sft" if origin.kind == "sft" else "train",

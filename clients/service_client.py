@@ -116,7 +116,7 @@ class AsyncServiceClient(PoolClient):
         record = await pool.find(self._address.scope.job)
         if not record.configured:
             training = {
-                "num_epochs": num_epochs,
+                "num_epochs": None if num_steps is not None else num_epochs,
                 "num_steps": num_steps,
                 "save_freq": save_freq,
                 "test_freq": test_freq,

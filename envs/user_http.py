@@ -24,11 +24,11 @@ import httpcore
 import httpx
 
 from ..schemas.wire.errors import ConfigError
+from .proxies import ProxiedTransport
 
 VARIABLE = "TINKERMQ_GAME_URLS"
 """Variable with what users may reach besides public addresses, joined by commas: URLs and what is
 below them, hosts, `host:port`, and networks as 10.1.0.0/16."""
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 _SHOWN = 300
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)
@@ -160,15 +160,6 @@ def shown_body(text: str) -> str:
     return text[:_SHOWN]
 
 
-def is_local(url: str) -> bool:
-    """Return whether a URL names this machine, which is reached without a proxy."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 # -- clients ---------------------------------------------------------------------------------------
 
 
@@ -181,14 +172,13 @@ def http_client(
 ) -> httpx.AsyncClient:
     """Return a client for URLs of jobs, which follows no redirects.
 
-    Proxies of the environment are not used for this machine, nor where addresses are checked.
+    Proxies of the environment are not used where addresses are checked, see also `proxies`.
     """
     make = partial(httpx.AsyncClient, headers=headers, timeout=timeout, limits=limits)
     context = httpx.create_ssl_context(verify=verify)
     if (allowed := reachable()) is not None:
         return make(transport=_CheckedTransport(allowed, limits, context))
-    direct = httpx.AsyncHTTPTransport(limits=limits, verify=context, trust_env=False)
-    return make(mounts={f"all://{host}": direct for host in _LOCAL}, verify=context)
+    return make(transport=ProxiedTransport(limits=limits, verify=context))
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):

@@ -16,11 +16,7 @@ from pydantic_core import CoreSchema
 
 from ...broker.calls import TAKEOVER_S, SchedulerCalls, write_checkpoint
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import (
-    apply_override,
-    parse_config,
-    parse_yaml,
-)
+from ...schemas.config.load_config import parse_config, parse_yaml, with_overrides
 from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
 from ...schemas.wire.codec import merged
@@ -259,9 +255,7 @@ async def checked_config(share: Share, body: SubmitBody) -> tuple[dict[str, Any]
 def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
     source = body.config
     config = parse_yaml(source, "the configuration") if isinstance(source, str) else dict(source)
-    for override in body.overrides:
-        if override.strip():
-            apply_override(config, override.strip())
+    config = with_overrides(config, [item for item in map(str.strip, body.overrides) if item])
     return config, parse_config(config).model_dump(mode="json")
 
 

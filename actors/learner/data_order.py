@@ -112,7 +112,7 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 def total_steps(training: TrainingConfig, num_rows: int | None) -> int:
     """Return the number of the job's steps.
 
-    `num_steps` wins over `num_epochs`; without either, one epoch. Raises ConfigError for a game
+    Without `num_steps` and `num_epochs`, one epoch. Raises ConfigError for a game
     without data if neither is given, DataError for data that does not fill one batch.
     """
     if training.num_steps is not None:

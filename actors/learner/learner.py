@@ -14,13 +14,18 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ...broker.jetstream.kv import Bucket
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...envs.host_client import Environments
 from ...schemas import control
 from ...schemas.config.rules import why_no_rows
+from ...schemas.job import JobRecord
+from ...schemas.local.tracking import Outcome
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord, Dropped
+from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.subjects import BUCKET_JOBS
 from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..training.checkpoint import CheckpointStore
@@ -140,14 +145,30 @@ class Learner:
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
+        outcome: Outcome | None = "FAILED"
         try:
             await self._run()
+            outcome = "FINISHED" if self._is_done else await self._outcome_of_stop()
         finally:
             await self._saver.close()
-            await self._reporter.flush()
+            await self._reporter.close(outcome)
         self._compute.close()
         self._functions.close()
         return EXIT_DONE if self._is_done or self._context.stop_asked else EXIT_DRAINED
+
+    async def _outcome_of_stop(self) -> Outcome | None:
+        """Return how a run that was told to stop has ended; None if it goes on elsewhere."""
+        context = self._context
+        try:
+            entry = await Bucket(context.broker, BUCKET_JOBS, JobRecord).get(context.scope.key)
+        except TinkermqError as error:
+            context.log.warning("outcome_unknown", error=error.message, hint=error.hint)
+            return None
+        if entry is None or entry.value.stop == "now":
+            return "KILLED"
+        if entry.value.stop == "drain":
+            return "FINISHED" if entry.value.stop_complete else "KILLED"
+        return None
 
     @property
     def _is_done(self) -> bool:

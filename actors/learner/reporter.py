@@ -12,11 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...broker.feed import publish_metric, publish_trace
+from ...broker.feed import publish_metric, publish_trace, read_metrics
 from ...broker.jetstream.kv import Entry
 from ...broker.presence import list_presences
 from ...schemas.local.disk import in_thread, read_objects, with_room
-from ...schemas.local.tracking import GuardedTracker, TrackedRun, Tracker, make_trackers
+from ...schemas.local.tracking import (
+    GuardedTracker,
+    Outcome,
+    TrackedRun,
+    Tracker,
+    make_trackers,
+)
 from ...schemas.metric import WHY_EQUAL, Metric, Presence
 from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group
@@ -167,6 +173,7 @@ _UNLEARNT_STEPS = 5
 """Steps in a row with a gradient of 0 after which an event says so."""
 _MAX_TABLE_CHARS = 20_000
 _FLUSH_S = 5.0
+_CLOSE_S = 20.0
 """Time for trackers to log their numbers when a learner ends early."""
 _MAX_UNWRITTEN = 10_000
 """Maximum number of steps whose numbers wait for an unwritable file."""
@@ -349,10 +356,19 @@ class Reporter:
         """Pass an evaluation's result to the trackers."""
         await self._log(step, values)
 
-    async def flush(self) -> None:
-        """Let the trackers log their numbers, for a few seconds at most."""
+    async def close(self, outcome: Outcome | None) -> None:
+        """Let the trackers record how the run ended, for some seconds at most.
+
+        None: it goes on elsewhere, and they log their numbers and stay open.
+        """
         guarded = [tracker for tracker in self.trackers if isinstance(tracker, GuardedTracker)]
-        await asyncio.gather(*(asyncio.to_thread(tracker.flush, _FLUSH_S) for tracker in guarded))
+        ends = (
+            partial(tracker.flush, _FLUSH_S)
+            if outcome is None
+            else partial(tracker.finish, outcome, _CLOSE_S)
+            for tracker in guarded
+        )
+        await asyncio.gather(*(asyncio.to_thread(end) for end in ends))
 
     async def finish(self) -> None:
         """Close the trackers and wait for them, except for those that hang."""
@@ -435,6 +451,27 @@ def forget_reported(run_dir: Path, behind: int) -> None:
         entries = [entry for entry in read_objects(file) if int(entry.get("step", 0)) <= behind]
         draft.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         draft.replace(file)
+
+
+async def restore_reported(context: JobContext) -> None:
+    """Write the stored numbers of all steps into a run folder that was lost.
+
+    So no step is reported to other trackers again.
+    """
+    file = context.run_dir / "metrics.jsonl"
+    if await asyncio.to_thread(file.is_file):
+        return
+    stored = {metric.step: metric for metric in await read_metrics(context.broker, context.scope)}
+    if not stored:
+        return
+    in_folder = ["jsonl", *{"tensorboard"}.intersection(context.config.logger_backends)]
+    run = TrackedRun(context.config.project, context.record.name)
+    opening = partial(make_trackers, in_folder, run, folder=context.run_dir, resumes=True)
+    for tracker in await asyncio.to_thread(opening):
+        for step, metric in sorted(stored.items()):
+            log = in_thread(tracker.log, metric.values, step)
+            await with_room(log, f"metrics of step {step}", context.missing)
+        await asyncio.to_thread(tracker.finish)
 
 
 async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:

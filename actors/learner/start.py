@@ -40,7 +40,7 @@ from .intake import stream_recreated
 from .learner import Learner
 from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.processes import PlacedRanks
-from .reporter import forget_reported, last_reported_step, open_reporter
+from .reporter import forget_reported, last_reported_step, open_reporter, restore_reported
 from .rewind import held_records, records_behind, why_not_held
 from .saving import open_mirror
 
@@ -323,6 +323,7 @@ async def _report_rewound(context: JobContext, start: StartingPoint, used: str) 
     log = RolloutLog(context.broker, context.scope)
     records = await records_behind(batches, log, start.state.step)
     last = records[-1].step if records else start.state.step
+    await restore_reported(context)
     reported = await asyncio.to_thread(last_reported_step, context.run_dir)
     if not start.newer and reported <= last:
         return

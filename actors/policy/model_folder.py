@@ -18,6 +18,7 @@ from ..storage.files import check_digests
 from ..storage.held_models import held_models
 from ..storage.model_files import check_model_files, refuse_code
 from .lora import add_adapter, merge, refuse_unmatched, share_weights, untie
+from .older_forms import add_older_config
 
 if TYPE_CHECKING:
     import torch
@@ -530,7 +531,7 @@ _GENERATION_CONFIG = "generation_config.json"
 def save_model(
     model: Any, folder: str | Path, state_dict: "Mapping[str, Tensor] | None" = None
 ) -> None:
-    """Write a model, or its adapter, with its original generation settings.
+    """Write a model, or its adapter, with its original generation settings and older keys.
 
     `state_dict` are its weights, by default the current ones; for an empty one no file is written.
     """
@@ -539,12 +540,14 @@ def save_model(
     settings = getattr(model, "generation_config", None)
     if settings is None or not model.can_generate():
         model.save_pretrained(folder, state_dict=state_dict)
+        add_older_config(Path(folder))
         return
     model.generation_config = type(settings)()
     try:
         model.save_pretrained(folder, state_dict=state_dict)
     finally:
         model.generation_config = settings
+    add_older_config(Path(folder))
     file = Path(folder) / _GENERATION_CONFIG
     settings.to_json_file(file, use_diff=True, keys_to_pop=["compile_config"])
 

@@ -18,6 +18,7 @@ from ...schemas.wire.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from .vision import Processor
 
 TinyKind = Literal["qwen3", "llama", "qwen2", "qwen3_moe"]
 
@@ -157,12 +158,11 @@ def save_tiny_model(
     `words` are pieces of text that are one token each (`make_tokenizer`); `init_std` is as in
     `make_model`.
     """
-    from transformers.utils import logging
+    from .vision import Processor
 
-    logging.disable_progress_bar()
-    path = Path(folder)
     # transformers' tokenizer of a qwen2 has this token in any case
-    tokenizer = make_tokenizer(["<|endoftext|>"] if kind == "qwen2" else (), words)
+    tokenizer: Any = make_tokenizer(["<|endoftext|>"] if kind == "qwen2" else (), words)
+    tokenizer.chat_template = template
     model = make_model(
         kind=kind,
         width=width,
@@ -173,10 +173,19 @@ def save_tiny_model(
         init_std=init_std,
         seed=seed,
     )
+    return _save(model, Processor(tokenizer, None), Path(folder))
+
+
+def _save(model: "PreTrainedModel", processor: "Processor", path: Path) -> Path:
+    """Write a model's folder and return it."""
+    from transformers.utils import logging
+
+    from .model_folder import save_model
+
+    logging.disable_progress_bar()
     try:
-        model.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        save_model(model, path)
+        processor.save_pretrained(path)
     except OSError as error:
         raise StorageError(
             f"the tiny model cannot be written to {path}: {error}", hint="choose another folder"
@@ -278,10 +287,9 @@ def save_tiny_vision_model(
 ) -> Path:
     """Write a tiny model with its tokenizer and image processor; return the folder."""
     from transformers import Qwen2VLImageProcessorPil
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    path = Path(folder)
+    from .vision import ImageReader, Processor
+
     tokenizer: Any = make_tokenizer([IMAGE])
     tokenizer.chat_template = VISION_CHAT_TEMPLATE
     least, most = PATCH * PATCH * _MERGE * _MERGE, PATCH * PATCH * _MAX_PATCHES
@@ -292,11 +300,8 @@ def save_tiny_vision_model(
         size={"shortest_edge": least, "longest_edge": most},
     )
     model: Any = make_vision_model(kind=kind, width=width, layers=layers, head=head, seed=seed)
-    try:
-        for part in (model, tokenizer, processor):
-            part.save_pretrained(path)
-    except OSError as error:
-        raise StorageError(
-            f"the tiny model cannot be written to {path}: {error}", hint="choose another folder"
-        ) from error
-    return path
+    return _save(
+        model,
+        Processor(tokenizer, ImageReader(processor, model.config.image_token_id)),
+        Path(folder),
+    )

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from ...schemas.wire.errors import DataError, ModelError
 from ..storage.adapters import base_of, is_adapter
 from .model_folder import load_model_config, sees_images
+from .older_forms import add_older_tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -230,8 +231,9 @@ class Processor:
     image_reader: ImageReader | None
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write both as a Hugging Face folder."""
+        """Write both as a Hugging Face folder, which transformers 4 opens, too."""
         self.tokenizer.save_pretrained(folder)
+        add_older_tokenizer(Path(folder))
         if self.image_reader is not None:
             self.image_reader.processor.save_pretrained(folder)
 

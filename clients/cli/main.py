@@ -20,6 +20,7 @@ from importlib.util import LazyLoader
 from types import FrameType, ModuleType
 from typing import Any
 
+from ...schemas.local.proxies import keep_proxies_out
 from ...schemas.wire.errors import StorageError, TinkermqError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     warnings.formatwarning = _format_warning
+    keep_proxies_out(os.environ)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # not in a notebook

@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.job import FINAL_STATES
+from ...schemas.local.proxies import proxy_of
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ...schemas.wire.foreign import clean_text, ends_this_task, lines_of, plain_value, shown
@@ -100,7 +101,9 @@ class SdkClients:
             is_async = name.startswith("Async")
             http_class = sdk.DefaultAsyncHttpxClient if is_async else sdk.DefaultHttpxClient
             # Clients share one context: loading the certificates takes a tenth of a second.
-            chosen["http_client"] = http_class(verify=base_url.startswith("https:"))
+            is_tls = base_url.startswith("https:")
+            is_elsewhere = is_tls or proxy_of(base_url) is not None
+            chosen["http_client"] = http_class(verify=is_tls, trust_env=is_elsewhere)
         return getattr(sdk, name)(base_url=base_url, api_key=self.api_key, **chosen)
 
 

@@ -23,6 +23,7 @@ import stamina
 from ...envs.data import HostData
 from ...envs.evaluation import is_success, kind_of
 from ...envs.game import AbstractGame, ChatMessage
+from ...envs.proxies import SyncProxiedTransport
 from ...envs.running.episodes import LOOK_S, Opening
 from ...envs.running.runners import Runner, make_runner
 from ...schemas.chat_messages import with_text_arguments
@@ -126,7 +127,10 @@ def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else None
     try:
         with httpx.Client(
-            verify=_trusted(), timeout=ANSWER_TIMEOUT_S, follow_redirects=True, headers=headers
+            transport=SyncProxiedTransport(url, verify=_trusted()),
+            timeout=ANSWER_TIMEOUT_S,
+            follow_redirects=True,
+            headers=headers,
         ) as client:
             reply = client.get(url) if body is None else client.post(url, json=body)
         if reply.status_code >= 300:

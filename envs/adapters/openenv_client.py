@@ -22,11 +22,12 @@ import httpx
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ...schemas.local.proxies import proxy_of
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError, MessageError
 from ...schemas.wire.foreign import words_of
 from ..registry import extra
-from ..user_http import checked_socket, http_client, is_local
+from ..user_http import checked_socket, http_client
 
 needs = extra("websockets", "openenv")
 MAX_MESSAGE_BYTES = 4 << 20
@@ -300,6 +301,7 @@ class OpenEnvSession:
             connection = None if access.is_own else await checked_socket(url, CONNECT_S)
         except OSError as error:
             raise _cannot_reach(address, error) from error
+        proxy = None if access.is_own or connection is not None else proxy_of(address)
         connecting = client.connect(
             address,
             **({} if connection is None else {"sock": connection}),
@@ -309,15 +311,16 @@ class OpenEnvSession:
             close_timeout=REQUEST_S,
             max_size=access.max_message_bytes,
             max_queue=_MAX_QUEUED_FRAMES,
-            proxy=None if is_local(url) else True,
+            proxy=None if proxy is None else proxy.url,
         )
         connecting.process_redirect = _follow_no_redirect
         try:
             return cls(await connecting, url, access)
         except exceptions.InvalidStatus as error:
             raise _http_refusal(address, error.response.status_code) from error
-        except (exceptions.WebSocketException, OSError, EOFError) as error:
-            raise _cannot_reach(address, error) from error
+        except (exceptions.WebSocketException, OSError, EOFError, ImportError) as error:
+            place = address if proxy is None else f"{address} ({proxy.shown})"
+            raise _cannot_reach(place, error) from error
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observation:
         """Begin an episode. Raises ServerFull, ServerAway, OpenEnvError."""

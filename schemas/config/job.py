@@ -184,9 +184,9 @@ class TrainingConfig(Section):
     """Length, staleness, and what is kept."""
 
     num_steps: int | None = Field(default=None, ge=1)
-    """Optimiser steps; wins over `num_epochs`."""
+    """Optimiser steps."""
     num_epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training data; without either, one."""
+    """Passes over the training data, in place of `num_steps`; without either, one."""
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """Tasks per step."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2

@@ -16,8 +16,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ..wire.codec import merged
 from ..wire.errors import ConfigError
 from .job import JobConfig
+from .sections import given_section
 
 # Values of YAML, read by the type of their key: in files and in `key=value` alike.
 #
@@ -292,10 +294,33 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
 
     Raises ConfigError, naming the key, for invalid input.
     """
-    values = read_yaml(path) if path is not None else {}
+    return parse_config(with_overrides(read_yaml(path) if path is not None else {}, overrides))
+
+
+def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a configuration with `section.key=value` overrides; ConfigError for a wrong one."""
     for override in overrides:
         apply_override(values, override)
-    return parse_config(values)
+    return _with_one_length(values, read_overrides(overrides))
+
+
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration overlaid with the leaves of `changes`."""
+    return _with_one_length(merged(values, changes), changes)
+
+
+def _with_one_length(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Let a changed `training.num_epochs` take the place of `num_steps`, and the other way round.
+
+    Beside each other one has no effect, and they are refused.
+    """
+    section = given_section(changes, "training")
+    changed = [key for key in ("num_steps", "num_epochs") if section.get(key) is not None]
+    if len(changed) != 1:
+        return values
+    other = "num_steps" if changed == ["num_epochs"] else "num_epochs"
+    training = given_section(values, "training")
+    return {**values, "training": {key: training[key] for key in training if key != other}}
 
 
 def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str, Any]:

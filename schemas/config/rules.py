@@ -556,6 +556,12 @@ RULES = (
     ),
     # -- tasks and episodes
     Rule(
+        "training.num_epochs={training.num_epochs}",
+        lambda job: job.training.num_epochs is not None and job.training.num_steps is not None,
+        "has no effect beside training.num_steps={training.num_steps}, which ends the run: set "
+        "training.num_steps, or set it to null",
+    ),
+    Rule(
         "training.tasks=external",
         lambda job: job.training.tasks == "external" and job.training.num_steps is None,
         "needs training.num_steps",

@@ -44,6 +44,10 @@ _OPTIONAL: frozenset[str] = frozenset({"config", "episodes", "checkpoint"})
 _MAX_QUEUED = 10_000
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _SHOWN_CHARACTERS = 300
+Outcome: TypeAlias = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run ended, in MLflow's words; KILLED: it was stopped."""
+_EXIT_CODES: Mapping[Outcome, int] = {"FINISHED": 0, "FAILED": 1, "KILLED": 255}
+"""Exit codes for wandb, which shows 255 as killed."""
 _EventKind: TypeAlias = Literal["tracker_lost", "tracker_lacks"]
 _ON_CONSOLE = (
     "training_step_reward",
@@ -87,8 +91,8 @@ class Tracker:
     def log_checkpoint(self, folder: Path, step: int) -> None:
         """Store the files of a checkpoint; they may be removed as soon as this returns."""
 
-    def finish(self) -> None:
-        """Write buffered data and close."""
+    def finish(self, outcome: Outcome = "FINISHED") -> None:
+        """Write buffered data, record how the run ended where that can be, and close."""
 
 
 def make_trackers(
@@ -222,11 +226,18 @@ class GuardedTracker(Tracker):
             return
         self._put(call)
 
-    def finish(self) -> None:
-        """Wait until all calls are made, unless one hangs, and close the tracker."""
-        self._put(_Call("finish", lambda tracker: tracker.finish()))
+    def finish(self, outcome: Outcome = "FINISHED", within_s: float = math.inf) -> None:
+        """Wait until all calls are made, unless one hangs, and close the tracker.
+
+        After `within_s` it counts as hanging.
+        """
+        deadline = time.monotonic() + within_s
+        self._put(_Call("finish", lambda tracker: tracker.finish(outcome)))
         while not self._ended.wait(0.05):
             self._detect_hang(at_the_end=True)
+            if time.monotonic() > deadline:
+                _HUNG.add(self.name)
+                return
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def flush(self, timeout_s: float) -> None:
@@ -249,7 +260,7 @@ class GuardedTracker(Tracker):
         return self._opened.is_set() and self._calls.unfinished_tasks == 0
 
     def _put(self, call: _Call) -> None:
-        if self._is_lost:
+        if self._is_lost or self._ended.is_set():
             return
         if self._calls.qsize() >= _MAX_QUEUED:
             self._give_up(f"{_MAX_QUEUED} calls are waiting", None)
@@ -286,7 +297,7 @@ class GuardedTracker(Tracker):
                     self._report_lacking(call, error)
                 else:
                     with contextlib.suppress(BaseException):
-                        tracker.finish()
+                        tracker.finish("FAILED")
                     self._give_up(_describe(error), call)
             self._is_running = False
             if call.linked_folder is not None:
@@ -420,8 +431,9 @@ class TensorboardTracker(Tracker):
             [{"tag": name, "simple_value": value} for name, value in metrics.items()], step=step
         )
 
-    def finish(self) -> None:
-        """Flush and close the event file."""
+    def finish(self, outcome: Outcome = "FINISHED") -> None:
+        """Flush and close the event file, which has no place for the outcome."""
+        del outcome
         self._writer.close()
 
     def _add(self, values: list[dict[str, Any]], *, step: int) -> None:
@@ -495,9 +507,9 @@ class WandbTracker(Tracker):
         artifact.add_dir(str(folder), policy="mutable")
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
-    def finish(self) -> None:
-        """Upload or write what is buffered."""
-        self._run.finish()
+    def finish(self, outcome: Outcome = "FINISHED") -> None:
+        """Upload or write what is buffered, and end the run as finished, failed or killed."""
+        self._run.finish(exit_code=_EXIT_CODES[outcome])
 
 
 class TrackioTracker(Tracker):
@@ -537,8 +549,9 @@ class TrackioTracker(Tracker):
             )
             self._trackio.log({"rollouts": table}, step=step)
 
-    def finish(self) -> None:
-        """End the run."""
+    def finish(self, outcome: Outcome = "FINISHED") -> None:
+        """End the run; trackio has no other states."""
+        del outcome
         if self._started:
             self._trackio.finish()
 
@@ -569,7 +582,7 @@ class MlflowTracker(Tracker):
             raise ConfigError(f"MLflow at {uri} cannot start a run: {error}") from error
 
     def _open_run(self, run: TrackedRun) -> str:
-        """Return the id of the run, which may exist already."""
+        """Return the id of the run, which may exist already and then runs again."""
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self._client.create_experiment(run.project)
         if run.id:
@@ -577,7 +590,9 @@ class MlflowTracker(Tracker):
                 [experiment], f"tags.tinkermq = '{run.id}'", max_results=1
             )
             if runs:
-                return str(runs[0].info.run_id)
+                known_id = str(runs[0].info.run_id)
+                self._client.update_run(known_id, status="RUNNING")
+                return known_id
         tags = {"tinkermq": run.id, "group": run.group, "mlflow.note.content": run.notes}
         tags["tags"] = ", ".join(run.tags)
         made = self._client.create_run(experiment, run_name=run.name, tags=tags)
@@ -610,9 +625,9 @@ class MlflowTracker(Tracker):
         del step  # the folder is named after it
         self._client.log_artifacts(self._id, str(folder), f"checkpoints/{folder.name}")
 
-    def finish(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._id)
+    def finish(self, outcome: Outcome = "FINISHED") -> None:
+        """Mark the run as finished, failed or killed."""
+        self._client.set_terminated(self._id, status=outcome)
 
 
 def _mlflow_name(name: str) -> str:

@@ -26,7 +26,7 @@ from tinkermq.envs.user_http import (
     shown_body,
 )
 from tinkermq.schemas.config.sections import RewardConfig
-from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError, RewardError
 
 SECRET = "the-cloud-key"
 FORMS = [
@@ -174,6 +174,24 @@ async def test_a_users_own_process_reaches_everything_without_a_proxy_for_loopba
         await score(f"http://localhost:{server.port}/")
     assert await checked_socket("http://127.0.0.1", 5.0) is None
     assert shown_body(SECRET) == SECRET
+
+
+async def test_an_error_of_a_request_through_a_proxy_names_the_variable(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://user:password@127.0.0.1:9")
+    with pytest.raises(RewardError, match=r"through 127.0.0.1:9, the proxy of \$HTTP_PROXY"):
+        await score("http://192.0.2.1/")
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.port}")
+    with pytest.raises(RefusedError):
+        await score("http://192.0.2.1/")
+    assert len(server.requests) == 1
+    monkeypatch.setenv("HTTP_PROXY", "socks5://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"the proxy of \$HTTP_PROXY cannot be used"):
+        await score("http://192.0.2.1/")
 
 
 @pytest.mark.usefixtures("in_pool_with_users")

@@ -20,6 +20,8 @@ from tinkermq.schemas.config.load_config import (
     parse_config,
     parse_yaml,
     read_yaml,
+    with_changes,
+    with_overrides,
     write_yaml,
 )
 from tinkermq.schemas.config.rules import RULES, why_no_rows
@@ -204,6 +206,27 @@ def test_each_rule_refuses_its_example_and_nothing_else_does() -> None:
         assert message.startswith(rule.key.partition("{")[0])
         assert rule.because.partition("{")[0] in message
         assert "; " not in message, "another rule speaks, too"
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "after"),
+    [
+        ({"num_steps": 12}, {"num_epochs": 4}, (None, 4)),
+        ({"num_epochs": 4}, {"num_steps": 12}, (12, None)),
+        ({"num_steps": 12}, {"num_steps": None, "num_epochs": 4}, (None, 4)),
+        ({"num_epochs": 4}, {"num_steps": None}, (None, 4)),
+        ({"num_steps": 12}, {"batch_size": 3}, (12, None)),
+    ],
+)
+def test_a_changed_length_of_a_run_takes_the_place_of_the_other(
+    before: dict[str, Any], changes: dict[str, Any], after: tuple[int | None, int | None]
+) -> None:
+    values = {"model": {"path": "m"}, "env": {"game": "bandit"}, "training": before}
+    training = parse_config(with_changes(values, {"training": changes})).training
+    assert (training.num_steps, training.num_epochs) == after
+    overrides = [f"training.{key}={'null' if n is None else n}" for key, n in changes.items()]
+    training = parse_config(with_overrides(values, overrides)).training
+    assert (training.num_steps, training.num_epochs) == after
 
 
 # -- What an agent job implies, and what it cannot have --------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 from tinkermq.schemas.local.tracking import (
     ConsoleTracker,
     GuardedTracker,
+    Outcome,
     TrackedRun,
     Tracker,
     TrackerEvent,
@@ -176,6 +177,42 @@ def test_mlflow_goes_on_with_the_run_of_the_same_job(
     assert files == ["rollouts/step_000001.json", "rollouts/step_000002.json"]
 
 
+def test_mlflow_has_the_state_of_the_run_also_after_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow.MlflowClient(tracking_uri=f"file://{tmp_path}/store")
+
+    def state() -> str:
+        experiment = client.get_experiment_by_name("tests")
+        (run,) = client.search_runs([experiment.experiment_id])
+        return run.info.status
+
+    outcomes: list[Outcome] = ["FAILED", "KILLED", "FINISHED"]
+    for outcome in outcomes:
+        tracker = make("mlflow", tmp_path)
+        assert state() == "RUNNING"
+        tracker.finish(outcome)
+        assert state() == outcome
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("FINISHED", 0), ("FAILED", 1), ("KILLED", 255)])
+def test_wandb_is_told_how_a_run_ended(
+    outcome: Outcome, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracker = make("wandb-offline", tmp_path)
+    tracker.log({"training_step_reward": 0.5}, 1)
+    tracker.finish(outcome)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-job-1.wandb")
+    exits = [one.exit for one in read_wandb(file) if one.WhichOneof("record_type") == "exit"]
+    assert [one.exit_code for one in exits] == [code]
+
+
 def test_mlflow_takes_what_a_game_names_like_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +332,7 @@ class Faulty(Tracker):
     def log_checkpoint(self, folder: Path, step: int) -> None:
         self._do("checkpoint", sorted(path.name for path in folder.iterdir()))
 
-    def finish(self) -> None:
+    def finish(self, outcome: Outcome = "FINISHED") -> None:
         self._do("finish", None)
 
 

@@ -88,11 +88,13 @@ def decide(
     needed: int,
     idle_s: Mapping[str, float],
     slot_hours: float,
+    busy: frozenset[str] = frozenset(),
 ) -> Decision:
     """Decide from the existing `machines` (by name, oldest first) and the number `needed`.
 
     `needed` counts machines beyond the existing nodes; `idle_s` are the idle times of idle
-    machines; `slot_hours` is today's use.
+    machines; `slot_hours` is today's use. A machine whose node is `busy` though it does not run
+    starts again: its run is not yet known to be lost, and will need it.
     """
     budget = bounds.slot_hours_per_day
     staying = [name for name, state in machines.items() if state != "draining"]
@@ -100,10 +102,11 @@ def decide(
         why = f"the day's budget of {budget:g} slot-hours is used up: {slot_hours:.2f} were used"
         return Decision(0, tuple(staying), why)
     pending = [name for name in staying if machines[name] != "here"]
+    unused = [name for name in pending if name not in busy]
     idle = [name for name in staying if idle_s.get(name, -1.0) >= bounds.idle_s]
-    spare = pending[needed:][::-1] + ([] if needed else idle)
+    spare = unused[needed:][::-1] + ([] if needed else idle)
     returned = spare[: max(len(staying) - bounds.least, 0)]
-    missing = max(needed - len(pending), bounds.least - len(staying), 0)
+    missing = max(needed - len(unused), bounds.least - len(staying), 0)
     room = max(bounds.most - len(machines), 0)
     why = f"the pool may have at most {bounds.most} machines" if missing > room else ""
     return Decision(min(missing, room), tuple(returned), why)
@@ -254,7 +257,7 @@ class MachineKeeper:
         room, gpus = self._config.most - here, self._config.gpus
         needed = machines_needed(demand, self._config.slots, room, gpus=gpus)
         idle_s = {name: time.monotonic() - since for name, since in self._idle_since.items()}
-        decision = decide(self._config, states, needed, idle_s, slot_hours)
+        decision = decide(self._config, states, needed, idle_s, slot_hours, demand.busy)
         matters = decision.ask or not self._patience.is_over()
         self._state = MachineList(
             on=self._config.on,
@@ -280,6 +283,7 @@ class MachineKeeper:
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
         """Record machines that joined, and machines that ended before they joined."""
         now = {item.machine.id: item for item in seen}
+        self._forget_earlier_starts(item.machine for item in now.values())
         joined = {"here"} if self._known is not None else {"here", "coming"}
         here = {number for number, item in now.items() if item.state in joined}
         if here - self._here_at.keys():
@@ -297,6 +301,18 @@ class MachineKeeper:
         self._returned_at = {
             number: at for number, at in self._returned_at.items() if number in now
         }
+
+    def _forget_earlier_starts(self, machines: Iterable[Machine]) -> None:
+        """Forget when machines joined and were released that start again under their id.
+
+        A requeued job of Slurm does, and its node has the whole time to join.
+        """
+        known = self._known or {}
+        for machine in machines:
+            before = known.get(machine.id, machine)
+            if machine.state == "asked" or before.started != machine.started:
+                self._here_at.pop(machine.id, None)
+                self._returned_at.pop(machine.id, None)
 
     def _note_idle(self, seen: Mapping[str, "SeenMachine"], busy: frozenset[str]) -> None:
         now = time.monotonic()

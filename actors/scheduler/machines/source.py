@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import httpx
 
+from ....envs.proxies import ProxiedTransport
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
 
 _DIGITS = 8
@@ -171,7 +172,9 @@ async def request(
     try:
         async with (
             asyncio.timeout(_DEADLINE_S),
-            httpx.AsyncClient(timeout=_SILENCE_S, follow_redirects=True) as client,
+            httpx.AsyncClient(
+                transport=ProxiedTransport(), timeout=_SILENCE_S, follow_redirects=True
+            ) as client,
             client.stream(method, url, json=body, headers=headers) as reply,
         ):
             return WebReply(reply.status_code, await _text(reply))

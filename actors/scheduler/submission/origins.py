@@ -20,14 +20,13 @@ from ....broker.feed import ValidationScore, best_of, read_scores
 from ....broker.jobs import is_final
 from ....schemas.config.algorithm import is_checkpoint, served_job
 from ....schemas.config.job import JobConfig
-from ....schemas.config.load_config import parse_config
+from ....schemas.config.load_config import parse_config, with_changes
 from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.local.folder import Folder
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire import errors
-from ....schemas.wire.codec import merged
 from ...policy.lora import config_of
 from ...storage.access import without_tilde
 from ...storage.adapters import base_of, is_adapter
@@ -571,7 +570,7 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
         raise errors.StateError(f"job {record.name} was never configured", hint="submit a new job")
     before = parse_config({**record.config, "name": record.name})
     known = before.model_dump(mode="json", exclude_unset=True)
-    after = parse_config(merged(known, changes))
+    after = parse_config(with_changes(known, changes))
     for key, why in _KEPT:
         if _value(before, key) != _value(after, key):
             raise errors.ConfigError(

@@ -19,10 +19,9 @@ from ....broker.jobs import JobStore
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.job import JobConfig
-from ....schemas.config.load_config import check_keys, parse_config
+from ....schemas.config.load_config import check_keys, parse_config, with_changes
 from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import ConfigError, MessageError, NotFoundError, StateError
 from ....schemas.wire.message import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
@@ -215,7 +214,7 @@ class Submission:
         """
         async with self._view.lock(user):
             record = await self._view.get(user, request.job)
-            config = merged(record.config, request.config)
+            config = with_changes(record.config, request.config)
             if record.configured:
                 return origins.already_configured(record, config)
             if record.state != "QUEUED":

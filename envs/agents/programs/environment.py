@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ....schemas.chat_messages import json_default
 from ....schemas.config.agent import AgentConfig
+from ....schemas.wire.errors import DataError
 from ...dataset import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening
@@ -24,6 +25,8 @@ MCP = f"{TASK}/mcp.json"
 _PYTHON_OF_IMAGE = "python3"
 _KEPT = ("LANG", "TZ")
 _LOOPBACK = "127.0.0.1,localhost"
+_MAX_WORD_BYTES = 128 * 1024
+"""Linux's limit for one argument, its last zero byte included."""
 _ANSWERS = frozenset({*TRUTH_COLUMNS, "solution"})
 
 
@@ -68,7 +71,10 @@ def filled(
     prompt: str = "",
     task: TaskEnvironment | None = None,
 ) -> list[str]:
-    """Return a command with the names in braces replaced; each word stays one word."""
+    """Return a command with the names in braces replaced; each word stays one word.
+
+    Raises DataError for a word that cannot be passed to a program.
+    """
     has_image = config.image is not None or (task is not None and task.is_image)
     values = {
         "{prompt}": prompt,
@@ -79,7 +85,27 @@ def filled(
         "{grader}": GRADER,
         "{mcp}": MCP,
     }
-    return [_filled(word, values) for word in command]
+    return [passable(_filled(word, values), word) for word in command]
+
+
+def passable(text: str, source: str) -> str:
+    """Return a word of a command; DataError if Linux cannot pass it to a program.
+
+    `source` is what it was made of, for the error.
+    """
+    num_bytes = len(text.encode(errors="surrogateescape")) + 1
+    fault = (
+        f"has {num_bytes:,} bytes, over {_MAX_WORD_BYTES:,}" if num_bytes > _MAX_WORD_BYTES else ""
+    )
+    if "\0" in text:
+        fault = "has a zero byte"
+    if fault:
+        raise DataError(
+            f"{source!r:.200} cannot be passed to a program: it {fault}",
+            hint="let the program read the text from the file that $TINKERMQ_TASK names ({input}, "
+            "its key `prompt`) in place of {prompt}",
+        )
+    return text
 
 
 def variables(

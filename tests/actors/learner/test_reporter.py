@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinkermq.actors.learner.reporter import Reporter
+import pytest
+from tinkermq.actors.learner.reporter import Reporter, last_reported_step, restore_reported
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.feed import read_events
+from tinkermq.broker.feed import publish_metric, read_events
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.local.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.metric import Event, Metric
@@ -45,7 +46,7 @@ async def test_a_dead_tracker_is_one_event_and_the_runs_own_file_is_whole(
     reporter = await reporter_of(broker, scope, [JsonlTracker(tmp_path), dead])
     for step in range(1, 6):
         await reporter.log_evaluation(step, {"val/mean_score": 0.5})
-        await reporter.flush()
+        await reporter.close(None)
     await reporter.finish()
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     (event,) = await events(broker, scope)
@@ -96,3 +97,24 @@ async def test_steps_in_a_row_that_learn_nothing_are_told_once(
     (event,) = await events(broker, scope)
     assert event.kind == "nothing_learnt"
     assert event.message.startswith("nothing was learnt in steps 6 to 10: the gradient is 0")
+
+
+async def test_a_lost_run_folder_gets_the_numbers_of_all_steps_and_none_is_reported_again(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    context = await job_context(broker, scope, "learner", CONFIG)
+    context.record = context.record.model_copy(update={"run_dir": str(tmp_path)})
+    context.config = CONFIG.model_copy(update={"logger_backends": ["tensorboard"]})
+    await restore_reported(context)
+    assert last_reported_step(context.run_dir) == 0
+    for step in (1, 2, 3, 3):
+        values = {"training/global_step": float(step), "actor/lr": 0.5}
+        await publish_metric(broker, scope, Metric(step=step, values=values, time=1.0))
+    for _ in range(2):
+        await restore_reported(context)
+        assert steps_in(context.run_dir) == [1, 2, 3]
+        assert last_reported_step(context.run_dir) == 3
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("actor/lr")] == [1, 2, 3]

@@ -98,6 +98,12 @@ def test_a_machine_stays_until_it_was_idle_long_enough() -> None:
     assert decide(BOUNDS, named("here"), 0, {"m1": 59.0}, 0) == Decision()
 
 
+def test_a_machine_that_starts_again_is_kept_for_the_run_that_it_will_lose() -> None:
+    again = frozenset({"m1"})
+    assert decide(BOUNDS, named("asked asked"), 0, {}, 0, again) == Decision(give_back=("m2",))
+    assert decide(BOUNDS, named("coming"), 1, {}, 0, again) == Decision(ask=1)
+
+
 def test_no_more_are_asked_for_than_there_may_be_and_leaving_ones_count() -> None:
     decision = decide(BOUNDS, named("here draining"), 2, {}, 0)
     assert decision == Decision(ask=1, why="the pool may have at most 3 machines")

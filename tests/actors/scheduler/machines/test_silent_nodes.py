@@ -29,13 +29,17 @@ class Cluster:
     """Machines that run, whatever is done to them."""
 
     names: list[str]
+    started: dict[str, float | None] = field(default_factory=dict[str, float | None])
     looks: int = 0
     releases: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
 
     async def list_machines(self) -> list[Machine]:
         self.looks += 1
-        started = time.time() - 1000
-        return [Machine(name, name, "started", started) for name in self.names]
+        return [
+            Machine(name, name, "asked" if at is None else "started", at)
+            for name in self.names
+            for at in [self.started.get(name, 1000.0)]
+        ]
 
     async def request_machine(self, name: str) -> None:
         raise PlacementError(f"there is no room for {name}")
@@ -102,3 +106,34 @@ async def test_what_ran_before_the_scheduler_has_time_to_join_and_drains(
     assert cluster.looks > 2, "no time to join"
     await until(lambda: False in cluster.of(SILENT), "what does not drain to be ended")
     keeping.cancel()
+
+
+async def test_a_job_that_is_requeued_under_its_number_has_the_whole_time_to_join(
+    own_broker: Broker,
+) -> None:
+    await create_shared(own_broker)
+    pool, cluster = Nodes(own_broker, Timing()), Cluster([SILENT])
+    await pool.records.open(lambda: None)
+    records = Bucket(own_broker, BUCKET_NODES, NodeStatus)
+    await records.put(SILENT, NodeStatus(node=SILENT, host="h", slots=2, time=time.time()))
+    config = MachinesConfig(kind="slurm", least=1, join_s=0.2, look_s=0.01, drain_s=1)
+    keeper = MachineKeeper(own_broker, config, URL, cluster, pool)
+
+    async def state_is(state: str) -> bool:
+        await pool.refresh()
+        return [one.state for one in (await keeper.answer(Empty())).machines] == [state]
+
+    await pool.refresh()
+    keeping = asyncio.create_task(keeper.run(no_demand, lambda: True))
+    await eventually(lambda: state_is("here"), "the node")
+    cluster.started[SILENT] = None
+    await eventually(lambda: state_is("asked"), "the job to wait again")
+    await records.delete(SILENT)
+    await asyncio.sleep(config.join_s)
+    cluster.started[SILENT] = time.time() + 1000  # its time to join has not begun
+    await eventually(lambda: state_is("coming"), "the job to run again")
+    looks = cluster.looks
+    await until(lambda: cluster.looks > looks + 1, "two looks at the cluster")
+    assert cluster.of(SILENT) == []
+    keeping.cancel()
+    await pool.records.close()
