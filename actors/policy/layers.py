@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask as _sdpa_mask  # pyright: ignore[reportUnknownVariableType]  # untyped in transformers
 
 
 def attend(
@@ -100,7 +101,7 @@ def _attend_for_transformers(
 
 
 AttentionInterface.register(WITH_SINKS, _attend_for_transformers)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-AttentionMaskInterface.register(WITH_SINKS, sdpa_mask)  # pyright: ignore[reportUnknownMemberType]
+AttentionMaskInterface.register(WITH_SINKS, _sdpa_mask)  # pyright: ignore[reportUnknownMemberType]
 
 
 def needs_masks(model: nn.Module) -> str | None:

@@ -116,7 +116,7 @@ class _RecurrentLayer(LinearAttentionCacheLayerMixin):
     """
 
     def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()
+        cast(Any, super()).__init__()
         self._cache = cache
         self.record_past = (
             True  # so that models write through the two methods below, never in place

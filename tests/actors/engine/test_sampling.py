@@ -229,7 +229,8 @@ class _Biased(Qwen3ForCausalLM):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_needs_more_than_masks_is_refused(dtype: torch.dtype) -> None:
-    model = _Biased(Qwen3Config(**SMALL)).eval().to(dtype)
+    model: Any = _Biased(Qwen3Config(**SMALL)).eval()
+    model.to(dtype)
     with pytest.raises(ModelError, match="computes other logits over the slot cache"):
         SlotDecoder("biased", model, max_slots=4, max_tokens=64)
 
