@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -461,7 +462,7 @@ async def answer_programs(
         log.hold(episode, "here", anew=True)
         time_use = TimeUse("generate", "environment", rest="other")
         calls = CallAnswers(episode, asked, chat, config, sampling, log, time_use)
-        await loop.listen(episode, calls, 1)
+        await loop.listen(episode, calls, 1, AsyncExitStack())
     return loop
 
 

@@ -451,21 +451,21 @@ def _own_cache(path: str) -> ModelError:
 
 
 def _cache_shape(cache: DynamicCache) -> CacheShape:
-    """Return what a plain pass has kept."""
+    """Return the shape of what a plain pass has stored."""
     layers: list[tuple[tuple[int, int], ...]] = []
-    kept: list[torch.Tensor] = []
+    stored: list[torch.Tensor] = []
     slot_bytes = 0
     for layer in cast("list[Any]", cache.layers):
         own: list[torch.Tensor] = []
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             own = [cast("torch.Tensor", layer.keys), cast("torch.Tensor", layer.values)]
         layers.append(tuple((states.shape[1], states.shape[3]) for states in own))
-        kept += own
+        stored += own
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-            kept += (present := [each for each in states if each is not None])
+            stored += (present := [each for each in states if each is not None])
             slot_bytes += sum(each[0].nbytes for each in present)
-    return CacheShape(tuple(layers), kept[0].dtype, kept[0].device, slot_bytes)
+    return CacheShape(tuple(layers), stored[0].dtype, stored[0].device, slot_bytes)
 
 
 def _batches(spans: Sequence[FedTokens], max_tokens: int, *, equal: bool) -> Iterator[list[int]]:

@@ -175,8 +175,8 @@ class _RecurrentLayer(LinearAttentionCacheLayerMixin):
         """Keep the states of this many slots."""
         for key, old in self.stored.items():
             self.stored[key] = old.new_zeros((num_slots, *old.shape[1:]))
-            kept = min(num_slots, len(old))
-            self.stored[key][:kept] = old[:kept]
+            both = min(num_slots, len(old))
+            self.stored[key][:both] = old[:both]
 
 
 class _StatesOfPass(Mapping[int, torch.Tensor]):
