@@ -564,8 +564,9 @@ def _open(path: Path) -> int:
             f"{path} cannot be opened: {error.strerror}", hint="see its rights and its folder"
         ) from error
     try:
+        named = os.path.abspath(path)  # noqa: PTH100 Path.absolute leaves `..` in it
         for may_read in _guards:
-            if str(real) != os.path.abspath(path):  # noqa: PTH100
+            if str(real) != named:
                 may_read(real)
     except BaseException:
         os.close(file)

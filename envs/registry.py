@@ -119,9 +119,9 @@ def load_game(game: str) -> type[AbstractGame]:
 
 
 def import_needs(game_class: type[AbstractGame]) -> None:
-    """Import the package of a game that imports it when it is created; GameError without it."""
+    """Import the package of a game that imports it when it is created, if it is installed."""
     needs = getattr(game_class, "needs", None)
-    if isinstance(needs, Extra):
+    if isinstance(needs, Extra) and needs.installed:
         needs.load()
 
 

@@ -65,7 +65,8 @@ class HeldModels:
             self._files_left, self._bytes_left = _MAX_FILES, _MAX_BYTES
             self._folders.clear()
             try:
-                self._show(os.path.abspath(path), shown, may_read, depth=0)  # noqa: PTH100
+                named = os.path.abspath(path)  # noqa: PTH100 Path.absolute leaves `..` in it
+                self._show(named, shown, may_read, depth=0)
             except OSError as error:
                 raise ConfigError(
                     f"model {path} cannot be read: {error.strerror}",
