@@ -32,7 +32,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 
 from ...schemas.wire.errors import ConfigError
-from ..policy.layers import WITH_SINKS, has_sinks
+from ..policy.layers import WITH_SINKS, attend, has_sinks
 from ..policy.vision import PackedImages
 from .micro_batch import MicroBatch, Runs
 
@@ -103,28 +103,15 @@ def sdpa_by_sequence(
             part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])
         )
         if softcap:
-            output = _capped_attention(queries, keys, values, seen, scale, softcap)
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            parts = (each[None] for each in (queries, keys, values, seen[None]))
+            output = attend(*parts, factor, softcap)[0]
         else:
             output = nn.functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
             )
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _capped_attention(
-    query_HTD: Tensor,
-    key_GKD: Tensor,
-    value_GKD: Tensor,
-    seen_TK: Tensor,
-    scale: float | None,
-    softcap: float,
-) -> Tensor:
-    repeats = len(query_HTD) // len(key_GKD)
-    key_HKD, value_HKD = (part.repeat_interleave(repeats, 0) for part in (key_GKD, value_GKD))
-    factor = query_HTD.shape[-1] ** -0.5 if scale is None else scale
-    scores_HTK = softcap * torch.tanh(query_HTD @ key_HKD.mT * (factor / softcap))
-    return scores_HTK.masked_fill(~seen_TK, -torch.inf).softmax(-1) @ value_HKD
 
 
 def flash_attn_kernel() -> VarlenKernel:
