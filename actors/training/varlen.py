@@ -104,7 +104,7 @@ def sdpa_by_sequence(
         )
         if softcap:
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            parts = (each[None] for each in (queries, keys, values, seen[None]))
+            parts = queries[None], keys[None], values[None], seen[None, None]
             output = attend(*parts, factor, softcap)[0]
         else:
             output = nn.functional.scaled_dot_product_attention(
