@@ -401,7 +401,7 @@ async def _generate(engine_name: str) -> str:
         rollout = {"max_prompt_tokens": 64, "max_turn_tokens": 64, "max_response_tokens": 64}
         config = JobConfig.model_validate(
             {
-                "model": {"path": folder},
+                "model": {"path": str(folder)},
                 "env": {"game": "bandit"},
                 "rollout": rollout,
                 "generator": generator,
