@@ -392,7 +392,7 @@ async def list_values(broker: Broker, record: JobRecord) -> dict[str, float]:
     So a list costs the broker nothing for the runs of the past. Empty if its streams are gone.
     """
     ended = record.state in FINAL_STATES and not record.untold
-    if not record.has_streams or record.archived is not None or (ended and record.figures):
+    if record.archived is not None or (ended and (record.figures or not record.has_streams)):
         return dict(record.figures)
     try:
         return await recent_values(broker, record.scope)

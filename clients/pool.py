@@ -15,7 +15,6 @@ from ..broker.calls import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..schemas.config.algorithm import is_endpoint
-from ..schemas.config.load_config import with_changes
 from ..schemas.job import (
     FINAL_STATES,
     NOTIFY_URL,
@@ -175,6 +174,8 @@ class Pool(SchedulerCalls):
 
         `source` is `RUN@STEP` or `RUN@last`. Raises NotFoundError, ConfigError.
         """
+        from ..schemas.config.load_config import with_changes  # lists of runs do not need it
+
         run, step = split_checkpoint_name(source)
         if step is None:
             raise errors.ConfigError(
