@@ -356,6 +356,7 @@ async def test_a_hostile_server_costs_its_own_episode_only(mode: str, words: str
     with pytest.raises(GameError):  # its session is over
         await game.step(call("echo", text="x"))
     assert await said(other, call("echo", text="after")) == ["after"]
+    other.close()
 
 
 @pytest.mark.parametrize(
@@ -720,6 +721,7 @@ async def test_a_key_comes_from_the_variable_that_is_named_for_it(
 
 async def test_a_session_cancelled_at_any_await_of_its_start_leaves_no_program_and_no_place():
     server = GameServer.model_validate(scripted("plain", max_sessions=1))
+    others = num_programs("plain")
 
     async def play() -> None:
         session = await connect(server)
@@ -729,6 +731,6 @@ async def test_a_session_cancelled_at_any_await_of_its_start_leaves_no_program_a
             session.close()
 
     async def given_back() -> None:
-        await until(lambda: num_programs("plain") == 0, "the program to end")
+        await until(lambda: num_programs("plain") <= others, "the program to end")
 
     assert await cancel_everywhere(play, given_back) > 3
