@@ -27,7 +27,7 @@ from tinkermq.schemas.local.tracking import (
 )
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.full
 
@@ -142,6 +142,8 @@ def read_wandb(file: Path) -> list[Any]:
             place += left
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):
+            break  # it is being written
         held += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -199,7 +201,7 @@ def test_mlflow_has_the_state_of_the_run_also_after_it_goes_on(
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("FINISHED", 0), ("FAILED", 1), ("KILLED", 255)])
-def test_wandb_is_told_how_a_run_ended(
+async def test_wandb_is_told_how_a_run_ended(
     outcome: Outcome, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
@@ -209,8 +211,13 @@ def test_wandb_is_told_how_a_run_ended(
     tracker.log({"training_step_reward": 0.5}, 1)
     tracker.finish(outcome)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-job-1.wandb")
-    exits = [one.exit for one in read_wandb(file) if one.WhichOneof("record_type") == "exit"]
-    assert [one.exit_code for one in exits] == [code]
+
+    def exit_codes() -> list[int]:
+        records = (one for one in read_wandb(file) if one.WhichOneof("record_type") == "exit")
+        return [one.exit.exit_code for one in records]
+
+    await until(lambda: bool(exit_codes()), "wandb's service to write the end")
+    assert exit_codes() == [code]
 
 
 def test_mlflow_takes_what_a_game_names_like_a_path(
