@@ -84,7 +84,7 @@ WITH_SINKS = "tinkermq_sinks"
 """Name in transformers of an attention like its sdpa that knows sinks."""
 
 
-def _attend_for_transformers(
+def attend_for_transformers(
     module: nn.Module,
     query_BHND: Tensor,
     key_BKTD: Tensor,
@@ -95,12 +95,16 @@ def _attend_for_transformers(
     s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
+    """Attend as transformers' models call it: return [B, N, H, E] and no attention weights.
+
+    `s_aux` are sinks.
+    """
     scale = query_BHND.shape[-1] ** -0.5 if scaling is None else scaling
     parts = (query_BHND, key_BKTD, value_BKTE, attention_mask)
     return attend(*parts, scale, softcap, s_aux).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(WITH_SINKS, _attend_for_transformers)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+AttentionInterface.register(WITH_SINKS, attend_for_transformers)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 AttentionMaskInterface.register(WITH_SINKS, _sdpa_mask)  # pyright: ignore[reportUnknownMemberType]
 
 

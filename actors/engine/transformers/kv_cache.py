@@ -40,7 +40,7 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ....schemas.wire.array import IntVector
-from ...policy.layers import attend
+from ...policy.layers import attend_for_transformers
 
 PREFIX_CACHE_BYTES = 1 << 30
 """Memory for the caches of conversations between two turns."""
@@ -465,17 +465,15 @@ def slot_attention(
     value_BKTE: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend; return [B, N, H, E] and no attention weights. `s_aux` are sinks."""
+    """Attend as `attend_for_transformers`, one query of a row by a kernel of its own."""
+    parts = query_BHND, key_BKTD, value_BKTE, attention_mask
+    has_more = options.get("softcap") or options.get("s_aux") is not None
+    if query_BHND.shape[2] > 1 or has_more:
+        return attend_for_transformers(module, *parts, scaling, **options)
     scale = query_BHND.shape[-1] ** -0.5 if scaling is None else scaling
-    if query_BHND.shape[2] > 1 or softcap or s_aux is not None:
-        out_BHNE = attend(query_BHND, key_BKTD, value_BKTE, attention_mask, scale, softcap, s_aux)
-    else:
-        out_BHNE = _attend_one(query_BHND, key_BKTD, value_BKTE, attention_mask, scale)
-    return out_BHNE.transpose(1, 2).contiguous(), None
+    return _attend_one(*parts, scale).transpose(1, 2).contiguous(), None
 
 
 def _attend_one(

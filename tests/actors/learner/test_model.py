@@ -9,9 +9,10 @@ import torch
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import ScoreOptions, Scorer, load_model
 from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.parallel import SequenceGroup, _divide_attention
 from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.config.sections import LearnerConfig
-from tinkermq.schemas.wire.errors import ModelError
+from tinkermq.schemas.wire.errors import ConfigError, ModelError
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
@@ -22,6 +23,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.actors.learner.plain_step import plain_logprobs
+from tests.support.families import make_model
 from tests.support.groups import random_group
 from tests.support.models import make_tiny_model
 
@@ -156,6 +158,11 @@ def test_each_sequence_of_a_recurrent_model_has_a_row() -> None:
     assert scorer.one_per_row
     ours, plain = _scored(scorer, share_prompts=True)
     torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
+
+
+def test_a_recurrent_model_is_not_divided_over_ranks_by_columns() -> None:
+    with pytest.raises(ConfigError, match="cannot divide this model: it has recurrent layers"):
+        _divide_attention(make_model("lfm2"), SequenceGroup(None, size=2, place=0))
 
 
 class _Leaky(MistralForCausalLM):

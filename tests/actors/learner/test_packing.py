@@ -252,6 +252,25 @@ def test_heavy_tailed_lengths_fill_nearly_all_columns():
     assert lengths.sum() / (len(bins) * 2048) > 0.97
 
 
+def test_rows_of_one_sequence_are_padded_by_a_tenth_at_most():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(10, 200, 50).tolist()
+    sequences = [TokenSequence(np.arange(length), np.arange(length) >= 4) for length in lengths]
+    micros = pack(
+        sequences,
+        max_row_tokens=256,
+        microbatch_tokens=1024,
+        share_prompts=True,
+        one_per_row=True,
+    )
+    assert sum(len(micro.input_ids_BT) for micro in micros) == len(sequences)
+    for micro in micros:
+        assert int(micro.segment_ids_BT.max()) == 1
+        used_B = (micro.segment_ids_BT > 0).sum(1)
+        assert int(used_B.min()) >= 0.9 * micro.input_ids_BT.shape[1]
+        assert micro.input_ids_BT.numel() <= 1024
+
+
 def test_rows_are_short_where_attention_would_cost_more_than_padding():
     assert choose_row_tokens([58] * 16, 4096, hidden_size=128) == 58
     assert choose_row_tokens([60, 40, 40, 40, 40, 40, 40], 4096, hidden_size=4096) == 120

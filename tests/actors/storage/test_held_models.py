@@ -19,11 +19,11 @@ from tinkermq.actors.storage.adapters import base_of, is_adapter
 from tinkermq.actors.storage.files import check_digests, write_digests
 from tinkermq.actors.storage.held_models import MayRead, held_models
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.models import make_tiny_model
+from tests.support.owners import record_of_ada
 
 
 @pytest.fixture
@@ -46,16 +46,7 @@ def hers(tmp_path: Path, mine: Path) -> Path:
 @pytest.fixture
 def may_read(tmp_path: Path) -> Iterator[MayRead]:
     root = tmp_path / "runs"
-    record = JobRecord(
-        job="j",
-        name="r",
-        user="ada",
-        state="STARTING",
-        config={},
-        created=0.0,
-        run_dir=str(root / "ada" / "r"),
-        output_roots=[str(root)],
-    )
+    record = record_of_ada(root)
     allowed = refuse_files_of_others(record)
     assert allowed is not None
     yield allowed

@@ -20,10 +20,10 @@ from tinkermq.actors.storage.access import refuse_links_to_others
 from tinkermq.actors.storage.adapters import adapter_settings
 from tinkermq.actors.storage.files import check_digests, read_table, write_digests
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ModelError, StorageError
 
 from tests.support.models import make_tiny_model
+from tests.support.owners import record_of_ada
 
 OUT = ["/etc/passwd", "../secret", "a/../../secret", "/", ".."]
 
@@ -105,16 +105,7 @@ def test_a_model_in_hugging_faces_cache_is_read_through_its_links(
     snapshot = in_cache(model, tmp_path / "models--org--tiny")
     config = parse_config({"model": {"path": str(snapshot)}, "env": {"game": "bandit"}})
     root = tmp_path / "runs"
-    record = JobRecord(
-        job="j",
-        name="r",
-        user="ada",
-        state="STARTING",
-        config={},
-        created=0.0,
-        run_dir=str(root / "ada" / "r"),
-        output_roots=[str(root)],
-    )
+    record = record_of_ada(root)
     refuse_links_to_others(record, config)
     check_model_is_here(str(snapshot))
     check_model_alike(str(snapshot))
