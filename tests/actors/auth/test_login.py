@@ -534,6 +534,7 @@ async def test_stops_and_repairs_find_room_when_the_bucket_of_jobs_is_full(
             job=f"01filler{number}",
             name=f"filler-{number}",
             user="filler",
+            kind="tinker",  # others are archived, which makes room
             state="CANCELLED",
             config={"text": text},
             created=time.time(),
