@@ -151,6 +151,12 @@ def as_tensor(source: TensorSource, *, pinned: bool = False) -> Tensor:
 _NAMES_SHOWN = 8
 
 
+def name_some(names: Sequence[str]) -> str:
+    """Return the first of some names, for an error."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{', '.join(names[:_NAMES_SHOWN])}{more}"
+
+
 class WeightNames:
     """The tensors that change between versions; a tied tensor has several names."""
 
@@ -181,8 +187,7 @@ class WeightNames:
         problems: list[str] = []
         for what, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)):
             if names:
-                more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-                problems.append(f"{what}: {', '.join(names[:_NAMES_SHOWN])}{more}")
+                problems.append(f"{what}: {name_some(names)}")
         if problems:
             raise EngineError(
                 f"the new weights do not fit the model: {'; '.join(problems)}",

@@ -5,7 +5,7 @@
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,20 +200,25 @@ QUICK = (
 """Families that have all kinds of layers among them."""
 
 
-def make_model(family: str) -> PreTrainedModel:
-    """Return a random model of a family, four layers with every kind that the family has."""
+def make_model(
+    family: str, sizes: Mapping[str, Any] | None = None, **settled: Any
+) -> PreTrainedModel:
+    """Return a random model of a family, four layers with every kind that the family has.
+
+    `sizes` are other sizes than the usual ones, `settled` further settings.
+    """
     plain: Any = AutoConfig.for_model(family)
     defaults: dict[str, Any] = plain.to_dict()
     settings = {
         name: value
-        for name, value in _SIZES.items()
+        for name, value in {**_SIZES, **(sizes or {})}.items()
         if defaults.get(name) is not None or name in _ALWAYS
     }
     if "kv_lora_rank" in settings:
         settings["num_key_value_heads"] = 4
     if kinds := defaults.get("layer_types"):
         settings["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
-    settings |= FAMILIES[family][1]
+    settings |= FAMILIES[family][1] | settled
     config = type(plain)(**{name: value for name, value in settings.items() if value is not None})
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()

@@ -241,7 +241,7 @@ class Recorder(StatLoggerBase):
 _MEMORY = ("weights", "kv_cache")
 """Memory freed by vLLM in its sleep, in the order of its allocation at waking."""
 _OUTCOME_S = 0.02
-_WORST_FIRST = ("failed", "damaged", "", "done")
+_WORST_FIRST = ("mismatch", "failed", "damaged", "", "done")
 _SHUTDOWN_S = 1.0
 """Time for its processes to end by themselves; they hold nothing that is needed later."""
 T = TypeVar("T")
@@ -490,8 +490,7 @@ class VllmModel:
         """Load a version from a file between two steps; see `TakeVersion`."""
 
         async def take() -> None:
-            await self.take_weights(update)
-            kind, why = await self.transfer_outcome()
+            kind, why = await self.take_weights(update)
             if kind != "done":
                 raise EngineError(f"new weights were not loaded: {why}", hint="see the log above")
 
@@ -534,11 +533,24 @@ class VllmModel:
                 return outcome
             await asyncio.sleep(_OUTCOME_S)
 
-    async def take_weights(self, update: dict[str, Any]) -> None:
-        """Receive weights in all workers; the caller ensures that no step runs."""
+    async def take_weights(self, update: dict[str, Any]) -> tuple[str, str]:
+        """Receive weights in all workers; the caller ensures that no step runs.
+
+        Returns the outcome. EngineError, which ends the engine, for tensors that are not those of
+        vLLM's model.
+        """
         await self._call(self._llm.start_weight_update())
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
         await self._call(self._llm.finish_weight_update())
+        kind, why = await self.transfer_outcome()
+        if kind == "mismatch":
+            raise self._end_with(
+                EngineError(
+                    f"the new weights are not those of vLLM's model: {why}",
+                    hint="set generator.engine=transformers for this model, and report it",
+                )
+            )
+        return kind, why
 
     async def transfer_outcome(self) -> tuple[str, str]:
         """Return the worst outcome of a transfer over all workers."""
@@ -706,13 +718,20 @@ class VllmModel:
         error = task.exception()
         if error is None:
             return task.result()
-        failure = EngineError(
-            f"vLLM failed: {type(error).__name__}: {error}",
-            hint="see the generator's log; its tasks go to another generator",
-        )
+        if isinstance(error, EngineError):
+            raise self._end_with(error)
+        raise self._end_with(
+            EngineError(
+                f"vLLM failed: {type(error).__name__}: {error}",
+                hint="see the generator's log; its tasks go to another generator",
+            )
+        ) from error
+
+    def _end_with(self, failure: EngineError) -> EngineError:
+        """Answer no request any more, but with this failure; return it."""
         if not self.broken.done():
             self.broken.set_result(failure)
-        raise failure from error
+        return failure
 
     # The end ----------------------------------------------------------------------------------
 

@@ -533,10 +533,9 @@ class _Workers:
 
         Raises ProcessGroupFailed, DigestMismatch.
         """
-        await self._model.take_weights(
+        kind, why = await self._model.take_weights(
             update_of(manifest.tensors, manifest.num_bytes, digest=manifest.digest)
         )
-        kind, why = await self._model.transfer_outcome()
         if kind == "damaged":
             raise DigestMismatch(why)
         if kind != "done":

@@ -1,0 +1,3 @@
+from typing import Any
+
+def is_deferred_attention_layer(layer: Any) -> bool: ...
