@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.actors.weights.tensors import WeightNames
 from transformers import PreTrainedModel
 
@@ -56,6 +57,24 @@ MAKERS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "lfm2": {"conv_dim": 64, "block_dim": 64, "block_ff_dim": 64},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 0, 1],
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "swa_rope_theta": 10000.0,
+        "rope_theta": 5000000.0,
+        "partial_rotary_factor": 0.334,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "sliding_window_size": 8,
+        "layernorm_epsilon": 1e-5,
+    },
     "minimax_m2": {"rotary_dim": 32},
 }
 """What config.json of the makers has, vLLM reads, and transformers' own class leaves out."""
@@ -94,6 +113,7 @@ class Served:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._version = 0
+        self._adapter: Any = None
         self.ask("record_logprobs_before_filters")
 
     def ask(self, method: str, *args: Any, **named: Any) -> Any:
@@ -106,6 +126,15 @@ class Served:
         core = self._llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner.model
 
+    def add_adapter(self, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+        """Add an adapter for the next requests."""
+        from tinkermq.actors.engine.vllm.weight_files import WeightFiles
+        from vllm.lora.request import LoRARequest
+
+        folder = WeightFiles().write_adapter(1, tensors, config)
+        self._adapter = LoRARequest("one", 1, str(folder))
+        self._llm.llm_engine.add_lora(self._adapter)
+
     def draw(self, num: int = 12) -> tuple[np.ndarray, list[float]]:
         """Return a prompt with drawn tokens, and their log-probs."""
         from tinkermq.actors.engine.vllm.request import drawn_of, parameters_of
@@ -114,7 +143,7 @@ class Served:
 
         asked = parameters_of(Sampling(num), 5, RequestOutputKind.FINAL_ONLY, "one")
         prompt = tokens_input(PROMPT.tolist(), cache_salt=str(self._version))
-        output = self._llm.generate([prompt], asked, use_tqdm=False)[0].outputs
+        output = self._llm.generate([prompt], asked, use_tqdm=False, lora_request=self._adapter)[0].outputs
         drawn = list(drawn_of(output, 0))
         ids = np.concatenate([PROMPT, [token for token, _, _ in drawn]])
         return ids, [logprob for _, logprob, _ in drawn]
@@ -135,7 +164,7 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Served]:
+def served(folder: Path, ranks: Sequence[int] = ()) -> Iterator[Served]:
     """Give a model that vLLM computes in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from tinkermq.actors.engine.vllm.model import engine_arguments, settle_environment
@@ -144,7 +173,7 @@ def served(folder: Path) -> Iterator[Served]:
 
     config = configured(folder)
     settle_environment(config.generator)
-    arguments = engine_arguments(str(folder), config.generator, 160, False, [], False)
+    arguments = engine_arguments(str(folder), config.generator, 160, False, ranks, False)
     llm: Any = None
     try:
         llm = LLM(**arguments)
@@ -189,6 +218,23 @@ def outcome_of(family: str) -> str:
         return f"{said} {step}: {type(error).__name__} {words} ({last.filename}:{last.lineno})"
 
 
+def lora_of(family):
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            make(family).save_pretrained(folder)
+            config = LoraConfig(rank=4)
+            from tests.support.models import adapted
+            other = adapted(Path(folder), config, 3)
+            with served(Path(folder), [4]) as vllm:
+                    vllm.add_adapter({k: v.detach() for k, v in policy_tensors(other).items()}, config)
+                    check_served(other, vllm)
+        return "lora runs"
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        words = " ".join(str(error).split())[:500]
+        return f"lora {type(error).__name__} {words} ({last.filename}:{last.lineno})"
+
+
 def main() -> None:
     """Print what each family does."""
     import vllm
@@ -201,6 +247,11 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             print(f"{family}: {outcome_of(family)}", round(time.time()-t,1), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        pid = os.fork()
+        if pid == 0:
+            print(f"{family}: {lora_of(family)}", round(time.time()-t,1), flush=True)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if status: print(f"{family}: DIED {status}", flush=True)
