@@ -80,6 +80,10 @@ class MicroBatch:
     """int64: the micro-batch's sequences, as indices into the whole batch."""
     index_N: Tensor
     """int64: its index among the generated tokens of the whole batch."""
+    segments: int
+    """Largest number of segments of a row, known without a GPU's answer."""
+    longest: int
+    """Tokens of the longest sequence: one more than its largest position."""
     images: PackedImages | None = None
     """The images in the rows, if there are any."""
     experts_BTLK: Tensor | None = None
@@ -105,6 +109,8 @@ class MicroBatch:
             seq_N=none_N,
             seq_S=none_N,
             index_N=none_N,
+            segments=1,
+            longest=1,
         )
 
     @property

@@ -591,6 +591,8 @@ def _build(
         seq_N=tensor(np.repeat(np.arange(len(seq_S)), layout.counts_S[seq_S])),
         seq_S=tensor(seq_S),
         index_N=tensor(index_N),
+        segments=max(int(writer.segments.max()) for writer in writers),
+        longest=1 + max(int(writer.positions.max()) for writer in writers),
         images=pack_images([writer.images for writer in writers]),
         experts_BTLK=_stacked([writer.experts for writer in writers]),
     )

@@ -242,6 +242,8 @@ def _why_not(
         )
     if dtype == torch.float32:
         return "the kernels compute in 16 bits, and learner.dtype is float32"
+    if not getattr(config, "num_attention_heads", None):
+        return "it has no attention"
     size = _head_size(config)
     if size > _MAX_HEAD_SIZE or (is_torchs and size % 8):
         return (

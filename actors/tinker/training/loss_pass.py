@@ -361,6 +361,8 @@ def _concatenate(micros: Sequence[MicroBatch]) -> MicroBatch:
         seen_until_BT=torch.cat([micro.seen_until_BT for micro in padded]),
         row_N=torch.cat(rows),
         source_col_N=torch.cat([micro.source_col_N for micro in padded]),
+        segments=max(micro.segments for micro in padded),
+        longest=max(micro.longest for micro in padded),
     )
 
 
@@ -403,4 +405,5 @@ def _filler(size: int, columns: int, flat: bool, device: torch.device) -> MicroB
         position_ids_BT=torch.where(real_BT, column_BT, 0),
         segment_ids_BT=real_BT.long(),
         seen_until_BT=torch.where(real_BT, ends_BT, columns),
+        longest=min(size, columns),
     )
