@@ -53,7 +53,7 @@ class ValueModel(nn.Module):
         self.decoder: nn.Module = decoder_of(model)
         mine = {id(each) for each in self.parameters()}
         for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in mine)
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in mine)
         cast(Any, model).value_head = self.value_head  # sharded over the ranks with the decoder
         inside = parallel.place(model, learner, attention, in_float32=[self.value_head])
         self.scorer = Scorer(model, temperature=1.0, inside=inside)

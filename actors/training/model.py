@@ -102,6 +102,8 @@ def load_model(
         )
     else:
         model = _load(config, path, hollow=hollow)
+        if not hollow:
+            _freeze_as_its_class(model, config, path)
     return _prepare(model, learner, path)
 
 
@@ -178,6 +180,18 @@ def _load(config: ModelConfig, path: str, *, hollow: bool) -> PreTrainedModel:
         trust_remote_code=config.trust_remote_code,
         hollow=hollow,
     )
+
+
+def _freeze_as_its_class(model: PreTrainedModel, config: ModelConfig, path: str) -> None:
+    """Freeze the weights that a new model of this class has frozen, such as biases of routers.
+
+    transformers loads them as trained ones, which would decay.
+    """
+    with torch.device("meta"):
+        new = _load(config, path, hollow=True)
+    for name, weight in new.named_parameters():
+        if not weight.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
 
 
 def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
