@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.policy.experts import RouterReplay
+from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
@@ -77,7 +78,7 @@ def train(folder: Path, sections: dict[str, Any], second: Connection | None = No
         policies = Policies.open(
             config, load_models(config, None), ranks, total_steps=4, folder=None
         )
-        return policies.step(groups_of(sections), 1), policies.gather()["main"]
+        return policies.step(groups_of(sections), 1), policies.gather()[MAIN]
     finally:
         ranks.close()
 
