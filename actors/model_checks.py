@@ -52,8 +52,7 @@ def model_checks(
     yield Check("the weights are those of the configuration", lambda: _check_weights(config.model))
     if config.lora.rank or is_adapter(config.model.path):
         yield Check("the adapter fits the model", lambda: _check_adapter(config))
-    if any(_asks_of_layers(config)):
-        yield Check("its layers can do what the learner asks", lambda: _check_layers(config))
+    yield Check("its layers can do what the learner asks", lambda: _check_layers(config))
     yield Check("a checkpoint can be written", lambda: _check_saving(config.model))
 
 
@@ -177,15 +176,6 @@ def _check_adapter(config: JobConfig) -> str:
         return f"that of {model.path} is merged into {base_of(model.path)}"
     trained = sum(int(tensor.numel()) for tensor in built.parameters() if tensor.requires_grad)
     return f"{trained:,} numbers are trained"
-
-
-def _asks_of_layers(config: JobConfig) -> Iterator[bool]:
-    """Yield whether a job asks for what some kinds of layers cannot do."""
-    learner = config.learner
-    yield learner.recomputes
-    yield learner.context_parallel > 1
-    yield config.algorithm.router_replay
-    yield config.model.attn_implementation not in ("auto", "sdpa")
 
 
 def _check_layers(config: JobConfig) -> str:

@@ -8,10 +8,9 @@ within a row, then over the rows. A single rank, the usual case, holds everythin
 operations do nothing.
 """
 
-# torch and transformers leave some of their methods untyped.
+# torch and transformers leave some of their methods untyped, and torch its stores out of `__all__`.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# torch leaves some of its methods untyped, and its stores out of `__all__`.
-# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false
 
 import asyncio
 import copy
