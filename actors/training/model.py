@@ -366,7 +366,10 @@ class Scorer:
         ids_BT, images = packed.input_ids_BT, packed.images
         own = slice(*packed.columns) if packed.columns is not None else slice(None)
         if images is None:
-            return {"input_ids": ids_BT[:, own], "position_ids": packed.position_ids_BT[:, own]}
+            position_BT = packed.position_ids_BT
+            if self.one_per_row:  # of padding, too: transformers then needs no mask
+                position_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+            return {"input_ids": ids_BT[:, own], "position_ids": position_BT[:, own]}
         embeds_BTH = embed(self._model, ids_BT, images.column_Q, images.images)
         return {"inputs_embeds": embeds_BTH[:, own], "position_ids": images.rope_3BT[..., own]}
 

@@ -23,15 +23,16 @@ from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError, ModelError
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.actors.learner.test_ranks import (
     assert_same_reports,
     assert_same_weights,
-    batch,
     config_of,
 )
 from tests.actors.learner.test_router_replay import with_experts
 from tests.support.families import make_model, plain_logprobs
+from tests.support.groups import random_group
 from tests.support.second_rank import SecondRank, second_rank
 
 torch.set_num_threads(1)
@@ -67,7 +68,8 @@ def second() -> Iterator[Connection]:
 def groups_of(sections: dict[str, Any]) -> list[Group]:
     """Return the groups of a step, with the experts of each token where they are replayed."""
     rng = np.random.default_rng(1)
-    return [with_experts(each, rng, 4) if sections == EXPERTS else each for each in batch(1)]
+    groups = [random_group(rng, number, size=3) for number in range(3)]
+    return [with_experts(each, rng, 4) if sections == EXPERTS else each for each in groups]
 
 
 def train(folder: Path, sections: dict[str, Any], second: Connection | None = None) -> Trained:
@@ -195,7 +197,7 @@ def scored(told: str, attention: Any) -> tuple[Scorer, Tensor, Tensor, Tensor]:
             layer.linear_attn = Averages(model.config.hidden_size, told)
     inside = Parallel().place(model, LearnerConfig(), attention)
     scorer = Scorer(model, temperature=1.0, inside=inside)
-    sequences = assemble(batch(1)).sequences
+    sequences = assemble(groups_of({})).sequences
     micros = pack(
         sequences,
         max_row_tokens=96,
@@ -241,7 +243,7 @@ def test_biases_that_only_choose_experts_are_not_trained(tmp_path: Path, family:
     model.save_pretrained(tmp_path)
     config = config_of(tmp_path, 1, **CRITIC, learner={"weight_decay": 0.1})
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=4)
-    trainer.step(assemble(batch(1)), 1)
+    trainer.step(assemble(groups_of({})), 1)
     assert trainer.critic is not None
     before = model.state_dict()
     for after in (trainer.model.state_dict(), trainer.critic.model.state_dict()):
@@ -250,3 +252,31 @@ def test_biases_that_only_choose_experts_are_not_trained(tmp_path: Path, family:
         for name in biases:
             whole = name.replace("decoder.", "model.", 1)
             assert torch.equal(after[name], before[whole]), name
+
+
+class ReadNumbers(TorchDispatchMode):
+    """Counts the numbers that Python reads from tensors, each of which would await a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one operation, and do it."""
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_rows_are_read_without_a_number_from_a_tensor(family: str) -> None:
+    model = make_model(family)
+    attention = "sdpa" if family == "gemma3_text" else "varlen"
+    inside = Parallel().place(model, LearnerConfig(), attention)
+    scorer = Scorer(model, temperature=1.0, inside=inside)
+    [micro, *_] = pack(
+        assemble(groups_of({})).sequences,
+        max_row_tokens=96,
+        microbatch_tokens=96,
+        one_per_row=scorer.one_per_row,
+    )
+    with torch.no_grad(), ReadNumbers() as read:
+        scorer.states_UD(micro)
+    assert read.count == 0
