@@ -36,7 +36,8 @@ from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.parallel import Parallel
 from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config
+from transformers import Qwen2Config
+from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.utils import logging
 
 from benchmarks.engine import CONTEXT, make_load, run_engine
@@ -103,7 +104,7 @@ def compare_rows(shape: Qwen2Config, work: StepWork, rounds: int, report: Report
             for micro in micros:
                 logprob = scorer.score(micro).logprobs_N.sum()
                 cast(Any, logprob).backward()
-                total += float(logprob)
+                total += float(logprob.detach())
             return total
 
         return turn
