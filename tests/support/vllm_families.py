@@ -240,21 +240,30 @@ def main() -> None:
     import vllm
     from vllm import LLM
     from tinkermq.actors.engine.vllm import vllm_engine, worker
-    import time
+    import time, subprocess
     first = sys.argv[1:]
-    for family in first + [each for each in FAMILIES if each not in first]:
-        t=time.time()
+    more = "afmoe glm4_moe glm4_moe_lite longcat_flash mimo_v2_flash minimax_m2 ernie4_5_moe falcon qwen3_next gemma4_text llama4_text nemotron_h gemma2 jamba olmo_hybrid deepseek_v32 falcon_h1 solar_open youtu".split()
+    def each(what, family):
+        t = time.time()
         pid = os.fork()
         if pid == 0:
-            print(f"{family}: {outcome_of(family)}", round(time.time()-t,1), flush=True)
+            print(f"{family}: {what(family)}", round(time.time()-t,1), flush=True)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
-        pid = os.fork()
-        if pid == 0:
-            print(f"{family}: {lora_of(family)}", round(time.time()-t,1), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        if status: print(f"{family}: DIED {status}", flush=True)
+        if status:
+            print(f"{family}: DIED {status}", flush=True)
+    def nexts():
+        for path in sorted(Path("/tmp/vx/next").glob("*.sh")):
+            done = path.rename(path.with_suffix(".ran"))
+            subprocess.run(["bash", str(done)], stdout=open(str(done)+".out","w"), stderr=subprocess.STDOUT)
+    for family in first + more:
+        nexts()
+        each(outcome_of, family)
+        if family in first:
+            each(lora_of, family)
+    for _ in range(20):
+        nexts()
+        time.sleep(3)
 
 
 if __name__ == "__main__":

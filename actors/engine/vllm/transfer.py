@@ -42,9 +42,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
-    get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ...weights import broadcast_group
 from ...weights.tensors import PART_BYTES, Assembler, Fingerprint, name_some
@@ -152,7 +152,9 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         finalize_layerwise_reload(self.model, self.model_config)
         if missing and self.outcome[0] == "done":
             self.outcome = "mismatch", f"nothing was loaded into {name_some(missing)}"
-        self.replaces_all = self.outcome[0] == "done" and self._loaded is not None
+        there = {name for name, _ in self.model.named_parameters()}
+        is_loaded = self.outcome[0] == "done" and self._loaded is not None
+        self.replaces_all = is_loaded and there <= (self._loaded or set())
         if self.device.type != "cpu":
             return
         for layer in self._experts():
@@ -213,6 +215,8 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
                 continue
             try:
                 is_used = self._load_tensors({name: tensor})
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 raise _Mismatch(f"{name}: {type(error).__name__}: {error}") from error
             if not is_used:

@@ -1,30 +1,79 @@
-"""Families in vLLM's CPU build: log-probs of the learner, new weights, adapters."""
+"""Families in vLLM's CPU build: the learner's log-probs, new weights, adapters, refusals."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.schemas.config.sections import LoraConfig
+from tinkermq.schemas.plan.vllm_models import NOT_ON_CPUS, REFUSED
 
 from tests.support.families import FAMILIES
 from tests.support.models import adapted
-from tests.support.vllm_families import (
-    check_served,
-    make,
-    moved,
-    published,
-    served,
-)
+from tests.support.vllm_families import Served, make, moved, published, served
 
 pytestmark = pytest.mark.vllm
 KINDS = (
     "deepseek_v3",
+    "exaone_moe",
     "gemma3_text",
     "gpt_oss",
     "granitemoehybrid",
     "lfm2_moe",
     "mistral",
+    "mixtral",
     "qwen3_5_text",
 )
+"""Each kind of layers, and each form of weights that vLLM's models have otherwise."""
+ADAPTED = ("mistral", "qwen3_5_text")
+SINGLE = ("sinks", "conv1d.weight", "experts.gate_up_proj", "correction_bias", "kv_b_proj.weight")
+"""Ends of tensors that are one parameter of vLLM's, or more."""
+
+
+def _params(chosen: tuple[str, ...]) -> list[object]:
+    return [
+        family if family in chosen else pytest.param(family, marks=pytest.mark.long)
+        for family in FAMILIES
+    ]
+
+
+@pytest.mark.parametrize("family", _params(KINDS))
+def test_a_family_has_the_log_probs_of_its_own_pass_in_vllm_and_after_new_weights_theirs(
+    family: str, tmp_path: Path
+) -> None:
+    model = make(family)
+    model.save_pretrained(tmp_path)
+    if family in REFUSED or family in NOT_ON_CPUS:
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError, AttributeError)):
+            with served(tmp_path):
+                pass
+        return
+    with served(tmp_path) as vllm:
+        vllm.check(model)
+        other = moved(model)
+        assert vllm.load(published(other)) == ("done", "")
+        vllm.check(other)
+        _check_refusals(vllm, published(other))
+
+
+def _check_refusals(vllm: Served, tensors: dict[str, torch.Tensor]) -> None:
+    """Leave out a tensor, and add one: both are named."""
+    kind, why = vllm.load({**tensors, "model.layers.1.other.weight": torch.zeros(2)})
+    assert (kind, "model.layers.1.other.weight" in why) == ("mismatch", True), why
+    for end in SINGLE:
+        if name := next((name for name in tensors if name.endswith(end)), ""):
+            kind, why = vllm.load({key: value for key, value in tensors.items() if key != name})
+            assert (kind, "nothing was loaded into" in why) == ("mismatch", True), name
+
+
+@pytest.mark.parametrize("family", _params(ADAPTED))
+def test_an_adapter_has_the_log_probs_of_the_learner_in_vllm(family: str, tmp_path: Path) -> None:
+    if family in REFUSED or family in NOT_ON_CPUS:
+        pytest.skip("vLLM does not compute it here")
+    make(family).save_pretrained(tmp_path)
+    config = LoraConfig(rank=4)
+    model = adapted(tmp_path, config, 3)
+    with served(tmp_path, config.rank) as vllm:
+        tensors = {name: tensor.detach() for name, tensor in policy_tensors(model).items()}
+        vllm.add_adapter(tensors, config)
+        vllm.check(model)
