@@ -16,6 +16,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -67,12 +68,9 @@ class RankPacker:
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         """Pack this rank's share of the kept sequences."""
         packed = self._pack_share(batch, self._share(batch, keep_S))
-        missing = self._parallel.largest(len(packed)) - len(packed)
-        packed += [MicroBatch.empty(self._scorer.device)] * missing
-        if self._parallel.size == 1 or self._image_reader is None:
-            return packed
         seeing = self._parallel.gather([micro.images is not None for micro in packed])
-        together = [any(ranks) for ranks in zip(*seeing, strict=True)]
+        together = [any(ranks) for ranks in zip_longest(*seeing, fillvalue=False)]
+        packed += [MicroBatch.empty(self._scorer.device)] * (len(together) - len(packed))
         return [
             self._with_probe_image(micro) if sees and micro.images is None else micro
             for micro, sees in zip(packed, together, strict=True)
