@@ -27,7 +27,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LearnerConfig
 from ...schemas.plan.memory import Term, learner_load, learner_terms
 from ...schemas.plan.model_shape import shape_of
-from ...schemas.wire.errors import ModelError, OutOfMemoryError
+from ...schemas.wire.errors import ConfigError, ModelError, OutOfMemoryError
 from ..policy.vision import ImageReader, SeenImages, probe_image, unseen
 from .batch import TrainingBatch, select
 from .micro_batch import MicroBatch, TokenSequence, columns_of
@@ -53,15 +53,26 @@ class RankPacker:
         self._scorer = scorer
         self._max_row_tokens, self._share_prompts = learner.max_row_tokens, learner.share_prompts
         self._one_per_row, self._flat_rows = False, True
-        self.serve(scorer)
         self.microbatch_tokens = learner.pass_tokens
         """Tokens per forward and backward pass."""
         self._parallel = parallel
         self._image_reader = image_reader
+        self.serve(scorer)
 
     def serve(self, scorer: Scorer) -> None:
-        """Make rows that another model can read, too: a critic, a reference or a teacher."""
-        self._one_per_row |= scorer.one_per_row
+        """Make rows that another model can read, too: a critic, a reference or a teacher.
+
+        Raises ConfigError for rows that cannot be divided over ranks.
+        """
+        most = scorer.most_columns
+        is_long = most is not None and self._max_row_tokens >= most
+        if is_long and self._parallel.sequence is not None:
+            raise ConfigError(
+                f"learner.context_parallel cannot divide rows of {self._max_row_tokens} tokens of "
+                f"a model that takes columns for positions from {most} on",
+                hint=f"set learner.max_row_tokens below {most}, or learner.context_parallel=1",
+            )
+        self._one_per_row |= scorer.one_per_row or is_long
         self._flat_rows &= scorer.flat_rows
         self._share_prompts &= scorer.shares_columns
 
