@@ -234,11 +234,12 @@ def test_recurrent_layers_that_know_where_sequences_begin_read_flat_rows() -> No
 def test_long_rows_of_a_model_that_counts_columns_hold_one_sequence(tmp_path: Path) -> None:
     """Llama 4's layers without rotary positions scale queries by the column, from 8,192 on."""
     made = make_model("llama4_text")
-    made.config.floor_scale, made.config.attn_scale = 8, 1e3
+    made.config.floor_scale, made.config.attn_scale = 32, 1e3
     made.save_pretrained(tmp_path)
     config = config_of(tmp_path, 1)
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=4)
-    groups = assemble(groups_of({}))
+    rng = np.random.default_rng(0)
+    groups = assemble([random_group(rng, size=6, longest=12)])
     own = torch.cat(
         [
             plain_logprobs(cast(Any, trainer.model), item.token_ids, 1)[
@@ -256,7 +257,7 @@ def test_long_rows_of_a_model_that_counts_columns_hold_one_sequence(tmp_path: Pa
     torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
     divided = config_of(tmp_path, 2, **DIVIDED)
     parallel = Parallel(sequence=SequenceGroup(None, size=2, place=0))
-    with pytest.raises(ConfigError, match="takes columns for positions from 8 on"):
+    with pytest.raises(ConfigError, match="takes columns for positions from 32 on"):
         RankPacker(trainer.model, trainer._scorer, divided.learner, parallel, None)
 
 
