@@ -36,8 +36,9 @@ test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in ab
 test-all: test test-rest  ## Run both: what a change must pass
 
 
-test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take minutes each: games that learn, clusters, back-ups
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+test-long: $(VENV)/dev.stamp $(VENV)-vllm/started.stamp programs ray  ## Run the tests that take minutes each: games that learn, clusters, back-ups
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "long and not vllm"
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "vllm and long" -W default tests/actors/engine
 
 # A machine with GPUs: install its extras first (docs/gpu.md). DEVICE=cpu is a small form without a
 # GPU. Each module has a process of its own, so that an error of CUDA fails that module and no other.
@@ -74,7 +75,7 @@ test-vllm: $(VLLM)/started.stamp  ## Run the tests of the vLLM engine, on vLLM's
 test-vllm-engine: TESTS := tests/actors/engine tests/actors/rollout
 test-vllm-stack: TESTS := tests/system/test_vllm.py
 test-vllm-engine test-vllm-stack: $(VLLM)/started.stamp
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm -W default --durations=8 $(TESTS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "vllm and not long" -W default --durations=8 $(TESTS)
 
 # Imports from a cold disk, byte code and what is compiled once: shown, and not in a test's time.
 $(VLLM)/started.stamp: $(VLLM)/vllm.stamp

@@ -1,14 +1,9 @@
-"""The tiny models of the families in vLLM's CPU build, one after the other in one process.
+"""Tiny models of the families in vLLM's CPU build, one after the other in one process."""
 
-`python -m tests.support.vllm_families FAMILY...` prints what each one does; in vLLM's environment.
-"""
-
+import copy
 import gc
 import os
-import sys
-import tempfile
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +12,12 @@ import numpy as np
 import torch
 from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.policy.lora import policy_tensors
-from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.actors.weights.tensors import WeightNames
+from tinkermq.schemas.config.sections import LoraConfig
 from transformers import PreTrainedModel
 
-from tests.support.families import FAMILIES, VOCAB, make_model, plain_logprobs
-from tests.support.vllm_start import configured
+from tests.support.families import make_model, plain_logprobs
+from tests.support.vllm_start import MAX_CONTEXT, configured
 
 # Not installed for development; typings/vllm has what is used of it.
 # pyright: reportMissingModuleSource=false
@@ -89,21 +84,16 @@ def make(family: str) -> PreTrainedModel:
 def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what a learner publishes of a model, each tensor once."""
     names = WeightNames(policy_tensors(model))
-    return {
-        each[0]: tensor.detach() for each, tensor in zip(names.names, names.tensors, strict=True)
-    }
+    pairs = zip(names.names, names.tensors, strict=True)
+    return {first: tensor.detach() for (first, *_), tensor in pairs}
 
 
 def moved(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with other weights, as after a step of training."""
-    import copy
-
+    """Return a copy with other weights and buffers, as after a step of training."""
     other = copy.deepcopy(model)
     noise = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in other.state_dict().values():
-            if tensor.is_floating_point():
-                tensor += 0.05 * torch.rand(tensor.shape, generator=noise)
+    for tensor in published(other).values():
+        tensor += 0.05 * torch.rand(tensor.shape, generator=noise)
     return other
 
 
@@ -116,40 +106,26 @@ class Served:
         self._adapter: Any = None
         self.ask("record_logprobs_before_filters")
 
-    def ask(self, method: str, *args: Any, **named: Any) -> Any:
+    def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""
-        return self._llm.collective_rpc(method, args=args, kwargs=named)[0]
+        return self._llm.collective_rpc(method, args=args)[0]
 
-    @property
-    def model(self) -> Any:
-        """vLLM's model."""
-        core = self._llm.llm_engine.engine_core.engine_core
-        return core.model_executor.driver_worker.worker.model_runner.model
-
-    def add_adapter(self, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-        """Add an adapter for the next requests."""
-        from tinkermq.actors.engine.vllm.weight_files import WeightFiles
-        from vllm.lora.request import LoRARequest
-
-        folder = WeightFiles().write_adapter(1, tensors, config)
-        self._adapter = LoRARequest("one", 1, str(folder))
-        self._llm.llm_engine.add_lora(self._adapter)
-
-    def draw(self, num: int = 12) -> tuple[np.ndarray, list[float]]:
-        """Return a prompt with drawn tokens, and their log-probs."""
+    def check(self, model: PreTrainedModel) -> None:
+        """Draw tokens, and compare their log-probs with the model's own pass."""
         from tinkermq.actors.engine.vllm.request import drawn_of, parameters_of
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        asked = parameters_of(Sampling(num), 5, RequestOutputKind.FINAL_ONLY, "one")
+        asked = parameters_of(Sampling(12), 5, RequestOutputKind.FINAL_ONLY, "one")
         prompt = tokens_input(PROMPT.tolist(), cache_salt=str(self._version))
-        output = self._llm.generate([prompt], asked, use_tqdm=False, lora_request=self._adapter)[0].outputs
-        drawn = list(drawn_of(output, 0))
+        made = self._llm.generate([prompt], asked, use_tqdm=False, lora_request=self._adapter)
+        drawn = list(drawn_of(made[0].outputs, 0))
         ids = np.concatenate([PROMPT, [token for token, _, _ in drawn]])
-        return ids, [logprob for _, logprob, _ in drawn]
+        expected = plain_logprobs(model, ids, len(PROMPT))
+        np.testing.assert_allclose([logprob for _, logprob, _ in drawn], expected, atol=1e-4)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str]:
-        """Load new weights as from a learner; return the outcome."""
+        """Load new weights as they come from a learner; return the outcome."""
         from tinkermq.actors.engine.vllm.vllm_engine import update_of_file
         from tinkermq.actors.engine.vllm.weight_files import WeightFiles
 
@@ -157,28 +133,40 @@ class Served:
         files = WeightFiles()
         update = update_of_file(*files.write_model(self._version, tensors))
         self.ask("start_weight_update")
-        self.ask("update_weights", update_info=update)
+        self.ask("update_weights", update)
         self.ask("finish_weight_update")
         files.close()
-        return self.ask("transfer_outcome")
+        return tuple(self.ask("transfer_outcome"))
+
+    def add_adapter(self, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+        """Add an adapter, which computes all later requests."""
+        from tinkermq.actors.engine.vllm.weight_files import WeightFiles
+        from vllm.lora.request import LoRARequest
+
+        files = WeightFiles()
+        folder = files.write_adapter(1, tensors, config)
+        self._adapter = LoRARequest("one", 1, str(folder))
+        self._llm.llm_engine.add_lora(self._adapter)
+        files.close()
 
 
 @contextmanager
-def served(folder: Path, ranks: Sequence[int] = ()) -> Iterator[Served]:
-    """Give a model that vLLM computes in this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def served(folder: Path, *ranks: int) -> Iterator[Served]:
+    """Give a model that vLLM computes in this process, with room for adapters."""
     from tinkermq.actors.engine.vllm.model import engine_arguments, settle_environment
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    config = configured(folder)
+    config = configured(folder, max_requests=2)
     settle_environment(config.generator)
-    arguments = engine_arguments(str(folder), config.generator, 160, False, ranks, False)
+    arguments = engine_arguments(str(folder), config.generator, MAX_CONTEXT, False, ranks, False)
     llm: Any = None
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         llm = LLM(**arguments)
         yield Served(llm)
     finally:
+        del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
@@ -186,85 +174,5 @@ def served(folder: Path, ranks: Sequence[int] = ()) -> Iterator[Served]:
         cleanup_dist_env_and_memory()
 
 
-def check_served(model: PreTrainedModel, vllm: Served) -> None:
-    """Compare log-probs of vLLM with the model's own pass."""
-    ids, logprobs = vllm.draw()
-    expected = plain_logprobs(model, ids, len(PROMPT))
-    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-
-
-def outcome_of(family: str) -> str:
-    """Say what a family's tiny model does in vLLM."""
-    said, step = "", "make"
-    try:
-        model = make(family)
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            step = "start"
-            with served(Path(folder)) as vllm:
-                said = type(vllm.model).__name__
-                step = "log-probs"
-                check_served(model, vllm)
-                step = "load"
-                other = moved(model)
-                outcome = vllm.load(published(other))
-                assert tuple(outcome) == ("done", ""), outcome
-                step = "new log-probs"
-                check_served(other, vllm)
-        return f"runs {said}"
-    except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        words = " ".join(str(error).split())[:500]
-        return f"{said} {step}: {type(error).__name__} {words} ({last.filename}:{last.lineno})"
-
-
-def lora_of(family):
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            make(family).save_pretrained(folder)
-            config = LoraConfig(rank=4)
-            from tests.support.models import adapted
-            other = adapted(Path(folder), config, 3)
-            with served(Path(folder), [4]) as vllm:
-                    vllm.add_adapter({k: v.detach() for k, v in policy_tensors(other).items()}, config)
-                    check_served(other, vllm)
-        return "lora runs"
-    except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        words = " ".join(str(error).split())[:500]
-        return f"lora {type(error).__name__} {words} ({last.filename}:{last.lineno})"
-
-
-def main() -> None:
-    """Print what each family does."""
-    import vllm
-    from vllm import LLM
-    from tinkermq.actors.engine.vllm import vllm_engine, worker
-    import time, subprocess
-    first = sys.argv[1:]
-    more = "afmoe glm4_moe glm4_moe_lite longcat_flash mimo_v2_flash minimax_m2 ernie4_5_moe falcon qwen3_next gemma4_text llama4_text nemotron_h gemma2 jamba olmo_hybrid deepseek_v32 falcon_h1 solar_open youtu".split()
-    def each(what, family):
-        t = time.time()
-        pid = os.fork()
-        if pid == 0:
-            print(f"{family}: {what(family)}", round(time.time()-t,1), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        if status:
-            print(f"{family}: DIED {status}", flush=True)
-    def nexts():
-        for path in sorted(Path("/tmp/vx/next").glob("*.sh")):
-            done = path.rename(path.with_suffix(".ran"))
-            subprocess.run(["bash", str(done)], stdout=open(str(done)+".out","w"), stderr=subprocess.STDOUT)
-    for family in first + more:
-        nexts()
-        each(outcome_of, family)
-        if family in first:
-            each(lora_of, family)
-    for _ in range(20):
-        nexts()
-        time.sleep(3)
-
-
 if __name__ == "__main__":
-    main()
+    exec(open("/tmp/vx/driver.py").read())

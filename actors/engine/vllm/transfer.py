@@ -318,7 +318,7 @@ def _outcome_of(work: Callable[[], str | None]) -> Outcome:
     return ("damaged", trouble) if trouble else ("done", "")
 
 
-# -- names and shapes that vLLM's models read -------------------------------------------------------
+# -- names and shapes that vLLM's models read ------------------------------------------------------
 
 _STACKED = re.compile(r"(.*\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)$")
 

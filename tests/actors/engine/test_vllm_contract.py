@@ -35,17 +35,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
-    "Qwen2.5-7B": {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
     "Qwen3-8B": {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -189,31 +178,6 @@ def one_worker() -> Iterator[None]:
         distributed.ensure_model_parallel_initialized(1, 1)
     yield
     distributed.cleanup_dist_env_and_memory()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_names_that_a_learner_publishes_are_those_that_vllm_loads(
-    name: str, one_worker: None, tmp_path: Any
-) -> None:
-    """Models of real widths without memory: each of vLLM's parameters is loaded, in its shape."""
-    vllm_of, loading = of_vllm("config"), of_vllm("model_executor.model_loader.utils")
-    fields = dict(CONFIGS[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        published = policy_tensors(AutoModelForCausalLM.from_config(config))
-    model_config = vllm_of.ModelConfig(
-        model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16"
-    )
-    vllm_config = vllm_of.VllmConfig(model_config=model_config)
-    with vllm_of.set_current_vllm_config(vllm_config), torch.device("meta"):
-        model: Any = loading.initialize_model(vllm_config)
-        once = {id(tensor): (key, tensor) for key, tensor in reversed(list(published.items()))}
-        loaded = model.load_weights(
-            (key, tensor.detach().bfloat16()) for key, tensor in once.values()
-        )
-    missing = set(dict(model.named_parameters())) - loaded
-    assert missing == set()
 
 
 # -- what vLLM's second level of sleep discards ----------------------------------------------------
@@ -375,23 +339,3 @@ def test_a_new_version_brings_back_all_that_the_second_level_discards(
     assert after.keys() == before.keys()
     different = [key for key in after if not torch.equal(after[key], before[key])]
     assert different == []
-
-
-def test_a_version_without_a_parameter_of_the_model_does_not_replace_all(
-    one_worker: None,
-) -> None:
-    from tinkermq.actors.engine.vllm.transfer import MemoryTransferEngine
-
-    class Partly(torch.nn.Linear):
-        def load_weights(self, weights: Any) -> set[str]:
-            return {name for name, _ in weights if name == "weight"}
-
-    engine = MemoryTransferEngine.__new__(MemoryTransferEngine)
-    vars(engine).update(
-        model=Partly(2, 2), model_config=None, device=torch.device("meta"), outcome=("done", "")
-    )
-    engine.start_weight_update()
-    assembler = SimpleNamespace(add=lambda part: [("weight", part)])
-    engine._load(cast("Any", assembler), torch.ones(2, 2))
-    engine.finish_weight_update()
-    assert not engine.replaces_all
