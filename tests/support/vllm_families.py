@@ -113,11 +113,10 @@ class Served:
     def check(self, model: PreTrainedModel) -> None:
         """Draw tokens, and compare their log-probs with the model's own pass."""
         from tinkermq.actors.engine.vllm.request import drawn_of, parameters_of
-        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         asked = parameters_of(Sampling(12), 5, RequestOutputKind.FINAL_ONLY, "one")
-        prompt = tokens_input(PROMPT.tolist(), cache_salt=str(self._version))
+        prompt = {"prompt_token_ids": PROMPT.tolist(), "cache_salt": str(self._version)}
         made = self._llm.generate([prompt], asked, use_tqdm=False, lora_request=self._adapter)
         drawn = list(drawn_of(made[0].outputs, 0))
         ids = np.concatenate([PROMPT, [token for token, _, _ in drawn]])
