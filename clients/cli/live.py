@@ -77,7 +77,7 @@ class LineDisplay:
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self._state = ""
-        self._change: Any = None
+        self._change: Any = ""
         """What the last printed line on the bottleneck advises."""
 
     def show(self, update: Update) -> None:

@@ -32,7 +32,15 @@ from ...schemas.wire.errors import (
     error_from_reply,
 )
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
-from .output import duration, literal, print_json, print_note, print_plain, print_text
+from .output import (
+    duration,
+    literal,
+    print_commands,
+    print_json,
+    print_note,
+    print_plain,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from .supervisor import StackOptions
@@ -44,6 +52,8 @@ PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
 NATS_PORT = 4222
+_EXAMPLES = ("examples/calculator.yaml", "outputs/quickstart.yaml")
+"""Of a checkout, and of a quickstart in this folder."""
 _POLL_S = 0.1
 _GATEWAY_NEEDS = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client")
 
@@ -341,6 +351,12 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
     if foreground:
         print_text("  Ctrl-C stops it")
         return
-    print_text("  [bold]tinkermq train examples/calculator.yaml[/]   train a model")
-    print_text("  [bold]tinkermq ps[/]                               list runs")
-    print_text("  [bold]tinkermq down[/]                             stop everything")
+    example = next((path for path in _EXAMPLES if Path(path).is_file()), "CONFIG.yaml")
+    print_commands(
+        {
+            f"tinkermq train {example}": "train a model",
+            "tinkermq env new my-game": "a game of your own, with its configuration",
+            "tinkermq ps": "list runs",
+            "tinkermq down": "stop everything",
+        }
+    )
