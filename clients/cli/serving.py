@@ -114,8 +114,8 @@ def _print_served(record: JobRecord, served: dict[str, Any]) -> None:
             "OpenAI URL  no gateway is known: give --gateway URL or set TINKERMQ_GATEWAY_URL"
         )
     print_text(f"server_url  {served['server_url']}")
-    asked = {"model": served["model"], "messages": [{"role": "user", "content": "Hello"}]}
-    chat = f"curl {served['url']}/chat/completions -d '{json.dumps(asked)}'"
+    question = {"model": served["model"], "messages": [{"role": "user", "content": "Hello"}]}
+    chat = f"curl {served['url']}/chat/completions -d '{json.dumps(question)}'"
     play = f"tinkermq infer {record.name}"
     env = record.config.get("env") or {}
     is_hosted = env.get("game") and env.get("hosts") != 0

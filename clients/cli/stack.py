@@ -140,16 +140,16 @@ def up(
             return _hold(options, as_json=json)
         running = start_detached(options)
     else:
-        given = options.model_dump(mode="json", exclude_defaults=True, exclude={"home", "port"})
-        given |= {"port": port or None, "gateway_port": gateway_port or None}
-        _refuse_other(running, {**given, "no_gateway": no_gateway or None})
+        chosen = options.model_dump(mode="json", exclude_defaults=True, exclude={"home", "port"})
+        chosen |= {"port": port or None, "gateway_port": gateway_port or None}
+        _refuse_other(running, {**chosen, "no_gateway": no_gateway or None})
         if not json:
             print_note("a stack is up already; `tinkermq down` stops it")
     _show(running, as_json=json)
     return 0
 
 
-def _refuse_other(running: StackState, given: Mapping[str, Any]) -> None:
+def _refuse_other(running: StackState, chosen: Mapping[str, Any]) -> None:
     """Refuse options that a running stack was not started with."""
     own = {
         **running.options,
@@ -157,9 +157,9 @@ def _refuse_other(running: StackState, given: Mapping[str, Any]) -> None:
         "gateway_port": urlsplit(running.gateway or "").port,
         "no_gateway": running.gateway is None,
     }
-    other = [name for name, value in given.items() if value is not None and value != own.get(name)]
+    other = [name for name, value in chosen.items() if value is not None and value != own.get(name)]
     if other:
-        options = ", ".join(f"--{name.replace('_', '-')} {given[name]}" for name in other)
+        options = ", ".join(f"--{name.replace('_', '-')} {chosen[name]}" for name in other)
         raise StateError(
             f"a stack is up already, at {shown_url(running.url)}, and was started without "
             f"{options.replace(' True', '')}",
