@@ -117,8 +117,8 @@ def _print_served(record: JobRecord, served: dict[str, Any]) -> None:
     question = {"model": served["model"], "messages": [{"role": "user", "content": "Hello"}]}
     chat = f"curl {served['url']}/chat/completions -d '{json.dumps(question)}'"
     play = f"tinkermq infer {record.name}"
-    env = record.config.get("env") or {}
-    is_hosted = env.get("game") and env.get("hosts") != 0
+    env: dict[str, Any] = record.config.get("env") or {}
+    is_hosted = bool(env.get("game")) and env.get("hosts") != 0
     print_commands(
         {
             **({chat: "ask it"} if served["url"] else {}),
