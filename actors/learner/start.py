@@ -49,7 +49,8 @@ async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
     shared = context.record.is_colocated
-    context.config = with_chosen_settings(context.config, own_card(), shared=shared)
+    settle = partial(with_chosen_settings, context.config, own_card(), shared=shared)
+    context.config = await asyncio.to_thread(settle)
     alone = context.config.learner.ranks == 1
     ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:

@@ -39,16 +39,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
+from ..addresses import interface_of, own_address
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
 from ..policy.layers import decoder_of, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
     Store,
-    interface_of,
     no_route,
     open_store,
-    own_address,
     reach_store,
 )
 from ..weights.shared_memory import UnfinishedFile
@@ -319,11 +318,9 @@ class Parallel:
         device = device_of(place, beside, config, torch.cuda.device_count())
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Ranks listen on one interface only. NCCL uses one for all groups of a process, also for a
-        # group that sends weights elsewhere.
-        interface = interface_of(meeting.own_address)
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(meeting.own_address)
+        # Groups meet at this store, also later ones; torch sets a timeout of stores that it makes.
+        meeting.store.set_timeout(timedelta(seconds=COLLECTIVE_DEADLINE_S))
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

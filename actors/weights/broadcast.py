@@ -31,6 +31,7 @@ from ...schemas.local.process import in_daemon_thread
 from ...schemas.weights import JoinRound, Manifest, Round, TensorEntry
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
+from ..addresses import own_address, server_of
 from ..policy.devices import gpu_of
 from .broadcast_group import (
     FORM_S,
@@ -42,8 +43,6 @@ from .broadcast_group import (
     Store,
     meet_group,
     open_store,
-    own_address,
-    server_of,
 )
 from .payloads import (
     TRANSFER_DEADLINE_S,

@@ -42,10 +42,10 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ....schemas.wire.message import Empty, new_id
+from ...addresses import own_address, server_of
 from ...runtime import EXIT_CRASHED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, JobContext
 from ...training.parallel import Meeting
 from ...training.ranks import Order, Ranks
-from ...weights.broadcast_group import own_address, server_of
 
 # -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
 # They receive each piece of work through a pipe. They end with rank 0; if one ends by itself, the
