@@ -1,6 +1,7 @@
 """Addresses and network interfaces of this machine, by which its actors meet others. No torch."""
 
 import asyncio
+import ipaddress
 import os
 import socket
 
@@ -43,6 +44,12 @@ def server_of(broker: Broker) -> tuple[str, int]:
     if url is None or url.hostname is None or url.port is None:
         raise BrokerError("the connection to the broker is down", hint="start the learner again")
     return url.hostname, url.port
+
+
+def is_cut_off(broker: Broker) -> bool:
+    """Return whether other machines cannot reach this process by its address to the broker."""
+    address = own_address(*server_of(broker))
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 async def settle_interface(broker: Broker) -> None:
