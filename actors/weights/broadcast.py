@@ -28,6 +28,7 @@ from torch import Tensor
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service, call
 from ...schemas.local.process import in_daemon_thread
+from ...schemas.plan.memory import VERSIONS_IN_MEMORY
 from ...schemas.weights import JoinRound, Manifest, Round, TensorEntry
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
@@ -187,7 +188,6 @@ class BroadcastReceiver:
 
 # -- sender ----------------------------------------------------------------------------------------
 
-_IN_MEMORY = 2
 _WINDOW_S = 0.2
 """Time for which a round waits for further requests, unless all known receivers have asked."""
 _LATE_S = 2.0
@@ -285,7 +285,7 @@ class Sender:
         pinned = self._device.type == "cuda"  # copies to the GPU then run at bus speed
         payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
         digest = digest or await asyncio.to_thread(fingerprint, payload)
-        older = list(self._held)[:-_IN_MEMORY]
+        older = list(self._held)[: 1 - VERSIONS_IN_MEMORY]
         await self.secure(older)
         for location in older:
             self._held.pop(location, None)

@@ -8,6 +8,7 @@ count with their maximum length, so times are upper bounds for shorter episodes.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
@@ -281,7 +282,28 @@ def _training_s(
         width = models.policy.hidden * (2 if in_half else 4)
         copied = 2 * models.policy.layers * width * job.learner.ppo_epochs
         computing += copied / _PCIE_BYTES_PER_S
-    return tokens * computing / job.learner.ranks
+    computing *= tokens / job.learner.ranks
+    return max(computing, _exchange_s(job, models, card, learner, tokens))
+
+
+def _exchange_s(
+    job: JobConfig, models: JobModels, card: GpuCard, learner: LearnerSettings, tokens: int
+) -> float:
+    """Return the time in which ranks exchange weights and gradients, beside computing.
+
+    Each pass gathers all weights forwards and backwards, and adds float32 gradients. The links of
+    one machine count; between machines it takes longer.
+    """
+    load = find_learner_load(job, models, learner)
+    if load.shards == 1 or not card.link:
+        return 0.0
+    passes = ceil(tokens / (load.microbatch_tokens * load.ranks / load.context_parallel))
+    weights = [models.policy, *models.updated]
+    gathered = 2 * load.compute_bytes * sum(shape.weights for shape in weights)
+    added = 4 * (load.trained + sum(shape.weights for shape in models.updated))
+    share = (load.shards - 1) / load.shards
+    moved = passes * job.learner.ppo_epochs * share * (gathered + added)
+    return moved / (card.link * _LINK_SHARE)
 
 
 def _forward_flops(shape: ModelShape, length: int) -> float:
@@ -294,12 +316,16 @@ def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Effic
         return 0.0
     width = 4 if job.published_dtype(on_gpu=True) == "float32" else 2
     num_bytes = (adapter_weights(job, shape) or shape.weights) * width
+    link, transport = cards.card.link * _LINK_SHARE, job.weights.transport
+    copied = num_bytes / _PCIE_BYTES_PER_S  # of the GPU, into the machine's memory
+    if job.learner.ranks > 1 and link:
+        copied += num_bytes / link  # gathered from the ranks
     rate = _OBJECT_BYTES_PER_S
     if shares_card(job, cards.num):
-        rate = cards.card.bandwidth * _LINK_SHARE
-    elif job.weights.transport == "nccl" and cards.card.link:
-        rate = cards.card.link * _LINK_SHARE
-    return num_bytes / (reached.weights_bytes_per_s or rate)
+        rate = _PCIE_BYTES_PER_S
+    elif transport in ("auto", "nccl") and link:
+        rate = min(_PCIE_BYTES_PER_S, link)
+    return copied + num_bytes / (reached.weights_bytes_per_s or rate)
 
 
 # -- a plan ----------------------------------------------------------------------------------------

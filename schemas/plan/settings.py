@@ -209,6 +209,7 @@ def find_learner_load(
         offload_activations=settings.offload_activations,
         updated=models.updated,
         frozen=models.frozen,
+        roles=models.roles,
         adapter=models.adapter,
     )
 

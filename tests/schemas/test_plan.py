@@ -204,6 +204,7 @@ def test_a_plan_tells_the_machine_s_memory_that_a_checkpoint_takes(models: Path)
     assert plan.to_map()["actors"][0]["host_terms"] == {
         "copy for a checkpoint": 12 * weights // 4,
         "weights for a checkpoint, on the first rank": 4 * weights,
+        "versions of new weights, on the first rank": 3 << 34,  # of 15.2 GB, pinned
     }
     assert "of the machine's memory, for each rank: 21.3 GiB copy for a checkpoint, " in "\n".join(
         plan.lines()
@@ -652,7 +653,7 @@ def test_times_are_those_of_an_audit_by_hand(models: Path) -> None:
     assert 20 < times.training_s < 24
     assert times.step_s == max(times.generation_s, times.training_s + times.weights_s)
     fast = job.model_copy(update={"weights": job.weights.model_copy(update={"transport": "nccl"})})
-    assert plan_of(fast, "8xH100").times.weights_s < 1
+    assert 1 < plan_of(fast, "8xH100").times.weights_s < 2  # to pinned memory, and to the others
 
 
 def test_measured_efficiencies_replace_the_assumed_ones(models: Path, tmp_path: Path) -> None:
