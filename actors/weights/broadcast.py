@@ -259,7 +259,7 @@ class Sender:
         self._meet_s = meet_s
         self._newest = -1
         self._newest_location = ""
-        self._taken: dict[str, _Target] = {}
+        self._received: dict[str, _Target] = {}
         """What each receiver of the newest versions took last."""
         self._held: dict[str, _Held] = {}
         self._waiting: dict[_Target, dict[str, _Asker]] = {}
@@ -386,29 +386,29 @@ class Sender:
         """Wait for the known receivers, or briefly for any; forget those that do not come."""
         loop = asyncio.get_running_loop()
         opened = loop.time()
-        while missing := self._missing(target):
-            wait_s = self._window_s if missing == {""} else self._late_s
+        while absent := self._absent(target):
+            wait_s = self._window_s if absent == {""} else self._late_s
             if (left_s := opened + wait_s - loop.time()) <= 0:
                 break
             self._requested.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._requested.wait()
-        for name in missing:
-            self._taken.pop(name, None)
+        for name in absent:
+            self._received.pop(name, None)
 
-    def _missing(self, target: _Target) -> set[str]:
+    def _absent(self, target: _Target) -> set[str]:
         """Return the receivers that are known to take the target but have not asked for it.
 
         {""} stands for receivers that are not known; of the first round their number is expected.
         """
         if target.location != self._newest_location:
             return {""}
-        alike = {name for name, last in self._taken.items() if last.device == target.device}
+        alike = {name for name, last in self._received.items() if last.device == target.device}
         if alike:
             asking = self._waiting[target].keys()
-            return {name for name in alike - asking if self._taken[name] != target}
-        if self._taken or not self._num_receivers:
+            return {name for name in alike - asking if self._received[name] != target}
+        if self._received or not self._num_receivers:
             return {""}
         here = (askers for other, askers in self._waiting.items() if other[:2] == target[:2])
         num_here = sum(map(len, here))
@@ -436,7 +436,7 @@ class Sender:
             group = await self._group(askers, target.device, store)
             await in_daemon_thread(lambda: group.send(payload), f"weights {target.location}")
             if target.location == self._newest_location:
-                self._taken.update(dict.fromkeys(askers, target))
+                self._received.update(dict.fromkeys(askers, target))
         except (ProcessGroupFailed, TimeoutError) as error:
             _log.warning("weights_round_failed", members=len(askers), error=str(error))
             self._leave(target.device)

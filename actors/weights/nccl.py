@@ -19,7 +19,7 @@ _FIRST_VERSION = (2, 29, 7)
 """The first that reads NCCL_NO_CACHE."""
 _OF_SHARED_GROUPS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 """A lost member ends the communicator; by torch's default it ends the process."""
-_given: dict[str, str | None] = {}
+_initial: dict[str, str | None] = {}
 """Values of the pinned variables when the process began."""
 
 
@@ -35,7 +35,7 @@ def pin_settings(settings: Mapping[str, str]) -> None:
             f"between groups, and {', '.join(settings)} are to be set for this learner's ranks",
             hint="install a torch with NCCL 2.29.7 or newer, or remove learner.deterministic",
         )
-    _given.update({name: os.environ.get(name) for name in settings if name not in _given})
+    _initial.update({name: os.environ.get(name) for name in settings if name not in _initial})
     listed = [name for name in os.environ.get(_NO_CACHE, "").split(",") if name]
     os.environ[_NO_CACHE] = ",".join(dict.fromkeys([*listed, *settings]))
     os.environ.update(settings)
@@ -44,7 +44,7 @@ def pin_settings(settings: Mapping[str, str]) -> None:
 @contextmanager
 def settings_of_shared_group() -> Iterator[None]:
     """Set the environment for making a group with processes of another kind."""
-    before = _exchange({**_given, **_OF_SHARED_GROUPS})
+    before = _exchange({**_initial, **_OF_SHARED_GROUPS})
     try:
         yield
     finally:

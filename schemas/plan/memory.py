@@ -119,7 +119,7 @@ def learner_load(
     its adapter's weights, if they were counted.
     """
     learner, lora = job.learner, job.lora
-    published = [adapter_weights(job, one) or one.weights for one in (shape, *roles)]
+    published = [adapter_weights(job, model) or model.weights for model in (shape, *roles)]
     published_width = 4 if job.published_dtype(on_gpu=on_gpu) == "float32" else 2
     dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
     attention = job.model.attn_implementation
