@@ -29,6 +29,17 @@ def bound_memory(device: torch.device, share: float | None) -> None:
         cast(Any, torch.cuda).set_per_process_memory_fraction(share, device)
 
 
+def let_segments_grow() -> None:
+    """Let torch's segments of GPU memory grow, so that passes of many sizes leave fewer gaps.
+
+    For a process that exports no memory: a receiver could map such segments by CUDA IPC only with
+    the right to trace this process, which containers lack. Variables of the environment prevail.
+    """
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if torch.cuda.is_available() and not is_set:
+        cast(Any, torch)._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def own_device() -> torch.device:
     """Return the device of this process; a node makes only the actor's own GPUs visible.
 

@@ -188,11 +188,10 @@ class ProcessGroup:
                         flying.append((_start(backend, bucket), bucket))
                     elif not flying:
                         return
-                    done = flying.popleft() if bucket is None or len(flying) > 1 else None
-                    if done is not None:
-                        _finish(done[0])
-                if done is not None:
-                    yield done[1]
+                    is_due = bucket is None or len(flying) > 1
+                    arrived = _finish(*flying.popleft()) if is_due else None
+                if arrived is not None:
+                    yield arrived
         except GeneratorExit:
             self.leave()
             raise
@@ -246,10 +245,11 @@ def _start(backend: Any, bucket: Tensor) -> Any:
     return backend.broadcast([bucket], options)
 
 
-def _finish(work: Any) -> None:
-    """Return once a bucket has arrived; NCCL's own wait has no deadline."""
+def _finish(work: Any, bucket: Tensor) -> Tensor:
+    """Return a bucket once it has arrived; NCCL's own wait has no deadline."""
     _wait(work.is_completed, "a bucket", BUCKET_S)
     work.wait()
+    return bucket
 
 
 def _wait(holds: Callable[[], bool], whom: str, deadline_s: float, poll_s: float = _POLL_S) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
-from ...policy.devices import own_device
+from ...policy.devices import let_segments_grow, own_device
 from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, EXIT_OUT_OF_MEMORY, configure_logging
 from ...training.functions.calls import OwnFunctions
 from ...training.functions.wire import STEP_KINDS
@@ -53,6 +53,7 @@ def serve(rank: int, orders: Connection, beat: _Beat) -> None:
     """Carry out orders until there are no more."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
+    let_segments_grow()
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))

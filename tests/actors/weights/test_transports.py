@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.policy.devices import bound_memory, first_device
+from tinkermq.actors.policy.devices import bound_memory, first_device, let_segments_grow
 from tinkermq.actors.weights.job_weights import transport_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.config.job import JobConfig
@@ -28,6 +28,20 @@ def test_a_process_takes_no_more_of_a_gpu_than_its_share(monkeypatch: pytest.Mon
     bound_memory(first_device(1), None)
     bound_memory(first_device(1), 0.5)
     assert bounds == [(0.5, torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}])
+def test_segments_of_a_gpus_memory_grow_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    let_segments_grow()  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    let_segments_grow()
+    assert settings == ([] if given else ["expandable_segments:True"])
 
 
 @pytest.mark.parametrize(
