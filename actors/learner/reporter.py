@@ -257,7 +257,7 @@ class Reporter:
             }
         )
         if self.use is not None:
-            lengths = [[prompt_and_others(item.mask) for item in one.sampled] for one in groups]
+            lengths = [[prompt_and_others(item.mask) for item in group.sampled] for group in groups]
             numbers["perf/mfu"] = self.use.mfu(lengths, report.model_s)
         if step <= self.first_step:
             return

@@ -104,7 +104,32 @@ FORM_S = 2 * BUCKET_S
 _POLL_S = 0.001
 
 
-class ProcessGroup:
+class _Receiving:
+    """Receives payloads in a group of a learner and its receivers."""
+
+    device: torch.device
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
+        payload = lent(empty_bytes(num_bytes, self.device))
+        deque(self._move(buckets_of(payload)), maxlen=0)
+        return payload
+
+    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
+        """Yield uint8[N] from the learner in buckets, for a receiver without room for all.
+
+        Raises ProcessGroupFailed. A receiver that does not read the last bucket leaves the group.
+        """
+        with contextlib.closing(self._move(empty_buckets(num_bytes, self.device))) as buckets:
+            for bucket in buckets:
+                yield lent(bucket)
+
+    def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+        """Receive the buckets in order."""
+        raise NotImplementedError
+
+
+class ProcessGroup(_Receiving):
     """A process group of a learner (rank 0) and its receivers."""
 
     def __init__(self, name: str, device: torch.device, backend: Any) -> None:
@@ -146,19 +171,6 @@ class ProcessGroup:
             self._move(bucket.to(self.device, non_blocking=non_blocking) for bucket in buckets),
             maxlen=0,
         )
-
-    def receive(self, num_bytes: int) -> Tensor:
-        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
-        payload = lent(empty_bytes(num_bytes, self.device))
-        deque(self._move(buckets_of(payload)), maxlen=0)
-        return payload
-
-    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
-        """Yield uint8[N] from the learner in buckets, for a receiver without room for all.
-
-        Raises ProcessGroupFailed. A receiver that does not read the last bucket leaves the group.
-        """
-        return lent_each(self._move(empty_buckets(num_bytes, self.device)))
 
     def leave(self) -> None:
         """Close the connections; members waiting in a collective fail soon.
@@ -229,13 +241,6 @@ def empty_bytes(num_bytes: int, device: torch.device) -> Tensor:
     """Return uint8[N] on a device, to be written beside its kernels."""
     with beside_kernels(device):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def lent_each(buckets: Generator[Tensor, None, None]) -> Generator[Tensor, None, None]:
-    """Yield received buckets, to be read in the current stream."""
-    with contextlib.closing(buckets):
-        for bucket in buckets:
-            yield lent(bucket)
 
 
 def _start(backend: Any, bucket: Tensor) -> Any:
@@ -329,7 +334,7 @@ def _open_buffer(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
     )
 
 
-class SharedBufferGroup:
+class SharedBufferGroup(_Receiving):
     """A learner (rank 0) and receivers on its GPU; has the methods of `ProcessGroup`."""
 
     def __init__(
@@ -384,23 +389,13 @@ class SharedBufferGroup:
                 self._store.set("written", str(self._num_moved))
             self._wait_for_reads(self._num_moved)
 
-    def receive(self, num_bytes: int) -> Tensor:
-        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
-        payload = lent(empty_bytes(num_bytes, self.device))
-        deque(self._read(buckets_of(payload)), maxlen=0)
-        return payload
-
-    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
-        """Yield uint8[N] from the learner in buckets; see `ProcessGroup.stream`."""
-        return lent_each(self._read(empty_buckets(num_bytes, self.device)))
-
     def leave(self) -> None:
         """Release the buffer; a member that still waits fails after a bucket's deadline."""
         self._buffer = None
 
-    def _read(self, targets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+    def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
         with _as_failed(self):
-            for target in targets:
+            for target in buckets:
                 number = self._num_moved + 1
                 _wait(
                     lambda n=number: int(self._store.get("written")) >= n, "the learner", BUCKET_S
@@ -424,9 +419,12 @@ class SharedBufferGroup:
         return self._buffer[start : start + num_bytes]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy to the end: the other process reads or writes the slot next."""
         with beside_kernels(self.device):
             target.copy_(source, non_blocking=True)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the end of a copy: the other process reads or writes the slot next."""
         finish_copies(self.device)
 
 

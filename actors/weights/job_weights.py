@@ -51,7 +51,8 @@ def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
     """Return the transport of a job: the configured one, or chosen by the actors' places.
 
     A learner has the UUIDs of its GPUs in its environment. It uses `nccl` if a generator shares its
-    GPU, or if all generators have GPUs and can reach it; instances of a GPU cannot reach others.
+    GPU, or if all generators have GPUs and can reach it; instances of a GPU cannot reach others. In
+    a pool with users other jobs could reach it, too.
     """
     transport, record = context.config.weights.transport, context.record
     if transport != "auto":
@@ -61,7 +62,7 @@ def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
         return "nccl" if own.startswith(("GPU-", "MIG-")) else "object"
     generators = [actor for actor in record.actors if actor.role == "generator"]
     on_gpus = own.startswith("GPU-") and all(actor.gpus for actor in generators)
-    if not generators or not on_gpus:
+    if not generators or not on_gpus or context.broker.login.is_authenticated:
         return "object"
     nodes = {actor.node for actor in record.actors if actor.gpus}
     return "nccl" if len(nodes) == 1 or not is_cut_off(context.broker) else "object"

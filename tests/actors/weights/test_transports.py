@@ -8,6 +8,7 @@ import torch
 from tinkermq.actors.policy.devices import bound_memory, first_device, let_segments_grow
 from tinkermq.actors.weights.job_weights import transport_of
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.login import Login
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.wire.subjects import JobScope
@@ -87,4 +88,9 @@ async def test_weights_go_from_memory_to_memory_where_learner_and_generators_hav
     changed = {"actors": actors, "output_roots": ["/runs"]}
     context.record = context.record.model_copy(update=changed)
     assert transport_of(context) == expected
+    if (
+        expected == "nccl" and "shared" not in generators and not changes
+    ):  # other users could listen
+        monkeypatch.setattr(Login, "is_authenticated", True)
+        assert transport_of(context) == "object"
     await context.service.stop()
