@@ -266,7 +266,7 @@ class PlacedRanks(Ranks):
         self._processes: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._num_orders = 0
-        self._begun = False
+        self._begun = self._busy = False
         self._failure: TinkermqError | None = None
         self._order_now: Order | None = None
         self._waits = _Waits()
@@ -279,9 +279,12 @@ class PlacedRanks(Ranks):
         """
         self._order_now = order
         self._wait(self._send_order(order))
-        self._begun = True
-        with self.explaining(order):
-            yield
+        self._begun = self._busy = True
+        try:
+            with self.explaining(order):
+                yield
+        finally:
+            self._busy = False
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
@@ -320,6 +323,9 @@ class PlacedRanks(Ranks):
 
     async def _name_late(self, there: Sequence[RankState]) -> None:
         """Report the ranks for which others wait in a collective; it ends after its deadline."""
+        if not self._busy:
+            self._waits = _Waits()
+            return
         counts = {rank_name(status.rank): status.collectives for status in there}
         places = {rank_name(status.rank): f"{status.doing} on {status.host}" for status in there}
         counts["learner"] = num_collectives()

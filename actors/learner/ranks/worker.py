@@ -72,6 +72,7 @@ def serve(rank: int, orders: Connection, beat: _Beat) -> None:
             parallel=parallel,
         )
     _log.info("rank_ready")
+    beat.doing = ""
     saves = Saves(policies)
     try:
         while True:
