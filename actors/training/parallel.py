@@ -52,7 +52,7 @@ from ..weights.broadcast_group import (
     reach_store,
 )
 from ..weights.shared_memory import UnfinishedFile
-from ..weights.tensors import DTYPES, DigestedCopy, Snapshot, TensorBytes
+from ..weights.tensors import DTYPES, CopiedWeights, DigestedCopy, TensorBytes
 from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
 from .varlen import AttentionKey, choose_attention, set_attention
 
@@ -599,7 +599,7 @@ def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtyp
 
 def snapshot(
     models: Mapping[str, nn.Module], dtype: torch.dtype, draft: UnfinishedFile | None = None
-) -> Snapshot:
+) -> CopiedWeights:
     """Copy each policy's tensors that change between versions; tied tensors once.
 
     Copies into `draft`, or else into one buffer, pinned and digested for models on a GPU; neither
@@ -627,7 +627,7 @@ def snapshot(
             start = place.stop
     whole_buffer = memoryview(cast(Any, buffer.numpy())) if draft is None else draft.finished()
     view = whole_buffer.toreadonly()
-    copied = Snapshot(
+    copied = CopiedWeights(
         {name: TensorBytes(kind, shape, view[place]) for name, kind, shape, place in places}
     )
     if copy is not None:

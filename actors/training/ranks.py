@@ -63,7 +63,7 @@ BEAT_S = 1.0
 _PROGRESS = struct.Struct("<dq64s")
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     """What the process of a rank last reported about itself, every `BEAT_S`."""
 
     at: float
@@ -77,7 +77,7 @@ class Progress(NamedTuple):
         os.pwrite(descriptor, _PROGRESS.pack(self.at, self.collectives, self.doing.encode()), 0)
 
     @classmethod
-    def read(cls, descriptor: int) -> "Progress":
+    def read(cls, descriptor: int) -> "RankProgress":
         """Read the last one."""
         data = os.pread(descriptor, _PROGRESS.size, 0).ljust(_PROGRESS.size, b"\0")
         at, collectives, doing = _PROGRESS.unpack(data)

@@ -55,8 +55,8 @@ from .history import Step, WeightHistory, Whole, joined, make
 from .payloads import Payloads, Transport, locations
 from .shared_memory import SharedMemory, UnfinishedFile, in_parts, whole_file
 from .tensors import (
+    CopiedWeights,
     Payload,
-    Snapshot,
     TensorBytes,
     TensorSource,
     check_layout,
@@ -227,7 +227,7 @@ class WeightStore:
             manifest = await self._publish_words(version, entries, views)
         else:
             early = await self._announce_early(version, kind, entries, views)
-            known = tensors.fingerprint if isinstance(tensors, Snapshot) else ""
+            known = tensors.fingerprint if isinstance(tensors, CopiedWeights) else ""
             manifest = await self._put_whole(version, kind, entries, views, known=known)
             await self._offered(manifest.digest, views)  # renews its time, to keep it
             del early

@@ -32,7 +32,7 @@ class TensorBytes:
     data: memoryview
 
 
-class Snapshot(dict[str, TensorBytes]):
+class CopiedWeights(dict[str, TensorBytes]):
     """The tensors of a version, by name."""
 
     fingerprint = ""

@@ -45,7 +45,7 @@ from ....schemas.wire.message import Empty, new_id
 from ...addresses import own_address, server_of
 from ...runtime import EXIT_CRASHED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, JobContext
 from ...training.parallel import COLLECTIVE_DEADLINE_S, Meeting, num_collectives
-from ...training.ranks import Order, Progress, Ranks
+from ...training.ranks import Order, RankProgress, Ranks
 
 # -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
 # They receive each piece of work through a pipe. They end with rank 0; if one ends by itself, the
@@ -70,7 +70,7 @@ class _RankProcess:
     status_fd: int
     """Descriptor from which the reason for its end is read."""
     progress_fd: int
-    """Descriptor from which its `Progress` is read."""
+    """Descriptor from which its `RankProgress` is read."""
 
     @classmethod
     def start(cls, rank: int) -> "_RankProcess":
@@ -535,7 +535,9 @@ class RankActor:
         if not self._error and process is not None and process.has_ended:
             self._out_of_memory, self._is_final = process.was_out_of_memory, process.was_final
             self._error = process.why_ended()
-        progress = Progress(0.0, 0, "") if process is None else Progress.read(process.progress_fd)
+        progress = (
+            RankProgress(0.0, 0, "") if process is None else RankProgress.read(process.progress_fd)
+        )
         return RankState(
             rank=self._rank,
             process=self._id,

@@ -29,7 +29,7 @@ from ...training.functions.wire import STEP_KINDS
 from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, num_collectives, whole_tensors
 from ...training.policies import Policies, load_models
-from ...training.ranks import BEAT_S, Order, Progress, folder_here
+from ...training.ranks import BEAT_S, Order, RankProgress, folder_here
 
 _log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class _Beat:
 
     def _run(self) -> None:
         while True:
-            Progress(time.monotonic(), num_collectives(), self.doing).write(self._descriptor)
+            RankProgress(time.monotonic(), num_collectives(), self.doing).write(self._descriptor)
             time.sleep(BEAT_S)
 
 

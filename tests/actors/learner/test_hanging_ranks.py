@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tinkermq.actors.learner.ranks import processes
 from tinkermq.actors.learner.ranks.processes import PlacedRanks, RankActor, _RankProcess, _Waits
 from tinkermq.actors.training.parallel import Meeting, Parallel, num_collectives
-from tinkermq.actors.training.ranks import Progress
+from tinkermq.actors.training.ranks import RankProgress
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LearnerConfig
@@ -67,7 +67,7 @@ async def test_a_rank_whose_process_hangs_is_named_with_its_order(
         return state.error
 
     def age_s() -> float:
-        return time.monotonic() - Progress.read(process.progress_fd).at
+        return time.monotonic() - RankProgress.read(process.progress_fd).at
 
     await until(lambda: age_s() < 2.5, "the process to run")
     os.kill(process.process.pid, signal.SIGSTOP)

@@ -14,7 +14,7 @@ from tinkermq.actors.weights import broadcast
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.actors.weights.broadcast_group import ProcessGroup, ProcessGroupFailed, reach_store
 from tinkermq.actors.weights.store import WeightStore
-from tinkermq.actors.weights.tensors import Snapshot, TensorBytes, fingerprint
+from tinkermq.actors.weights.tensors import CopiedWeights, TensorBytes, fingerprint
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
@@ -287,7 +287,7 @@ async def test_a_version_digested_on_the_gpu_is_not_digested_again(
     learner, join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = memoryview(learner.draw.bytes(4000))
-    version = Snapshot({"a": TensorBytes("float32", (1000,), words)})
+    version = CopiedWeights({"a": TensorBytes("float32", (1000,), words)})
     version.fingerprint = fingerprint(torch.frombuffer(bytearray(words), dtype=torch.uint8))
     with monkeypatch.context() as patched:
         patched.setattr(broadcast, "fingerprint", None)
