@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tinkermq.actors.policy import devices
 from tinkermq.actors.training.numerics import settle_numerics
 from tinkermq.actors.training.parallel import COLLECTIVE_DEADLINE_S, Meeting, Parallel
-from tinkermq.actors.weights import broadcast_group
+from tinkermq.actors.weights import broadcast_group, nccl
 from tinkermq.actors.weights.broadcast_group import ProcessGroup, SharedBufferGroup, open_store
 from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.wire.errors import ConfigError
+from torch.utils import deterministic
 
 GPU = torch.device("cuda", 0)
 SIZE = 100
@@ -161,13 +162,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]
         class Options:
             def __init__(self, *, is_high_priority_stream: bool) -> None: ...
 
-    before = dict(os.environ)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(nccl, "_initial", {})
+    monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
     yield seen
-    os.environ.clear()
-    os.environ.update(before)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 
