@@ -49,8 +49,8 @@ class _Beat:
             time.sleep(BEAT_S)
 
 
-def serve(rank: int, orders: Connection, beat: _Beat) -> None:
-    """Carry out orders until there are no more."""
+def serve(rank: int, orders: Connection, beat: _Beat | None = None) -> None:
+    """Carry out orders until there are no more; `beat` reports them."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
     let_segments_grow()
@@ -72,14 +72,13 @@ def serve(rank: int, orders: Connection, beat: _Beat) -> None:
             parallel=parallel,
         )
     _log.info("rank_ready")
-    beat.doing = ""
     saves = Saves(policies)
     try:
         while True:
             order = Order.receive(orders)
-            beat.doing = str(order)
+            if beat is not None:
+                beat.doing = str(order)
             _do(order, policies, saves)
-            beat.doing = ""
     except EOFError:
         saves.wait()
         parallel.leave()
