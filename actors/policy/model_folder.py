@@ -125,7 +125,10 @@ def fetch_configs(job: JobConfig) -> None:
 
     What is wrong with a model is reported when it is loaded.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import (
+        hf_hub_download,  # pyright: ignore[reportUnknownVariableType]  # untyped there
+        try_to_load_from_cache,
+    )
 
     for path in {*model_paths(job).values()}:
         named = _is_hub_name(path) and not Path(path).is_dir()

@@ -8,6 +8,7 @@ while it makes a group with processes of another kind.
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -28,7 +29,7 @@ def pin_settings(settings: Mapping[str, str]) -> None:
 
     Raises ConfigError for a version of NCCL that would use them in other groups, too.
     """
-    version = torch.cuda.nccl.version()
+    version: tuple[int, ...] = cast(Any, torch.cuda).nccl.version()
     if version < _FIRST_VERSION:
         raise ConfigError(
             f"this torch has NCCL {'.'.join(map(str, version))}, whose settings cannot differ "
