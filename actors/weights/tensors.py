@@ -262,7 +262,8 @@ class DigestedCopy:
         self._target = target
         self._part = torch.empty(min(PART_BYTES, target.numel()), dtype=torch.uint8, device=device)
         self._digest = Fingerprint(target.numel())
-        self._filled = self._copied = 0
+        self._filled: int = 0
+        self._copied: int = 0
 
     def add(self, raw: Tensor) -> None:
         """Add the next uint8[M]."""

@@ -9,7 +9,7 @@ half replaced; a failed round is finished and repeated.
 """
 
 # Not installed for development; typings/vllm has the used parts.
-# pyright: reportMissingModuleSource=false
+# pyright: reportMissingModuleSource=false, reportPrivateUsage=false
 
 import threading
 from collections.abc import Callable, Generator, Iterable

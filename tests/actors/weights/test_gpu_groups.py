@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from tinkermq.actors.weights import broadcast_group, nccl
 from tinkermq.actors.weights.broadcast_group import ProcessGroup, SharedBufferGroup, open_store
 from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.wire.errors import ConfigError
+from torch.cuda import nccl as torch_nccl
 from torch.utils import deterministic
 
 GPU = torch.device("cuda", 0)
@@ -167,7 +168,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]
     monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch_nccl, "version", lambda: (2, 29, 7))
     yield seen
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
@@ -194,7 +195,7 @@ def test_a_nccl_that_cannot_have_two_settings_is_refused(
     environment: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del environment
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch_nccl, "version", lambda: (2, 28, 9))
     learner = LearnerConfig(slots=2, ranks=2, deterministic=True)
     with pytest.raises(ConfigError, match=r"this torch has NCCL 2\.28\.9"):
         settle_numerics(learner, on_gpu=True)
@@ -204,6 +205,6 @@ def test_ranks_wait_for_each_other_in_a_group_made_later_as_long_as_in_a_collect
     meeting = Meeting.open()
     parallel = Parallel.join(0, LearnerConfig(), meeting)
     try:
-        assert meeting.store.timeout == timedelta(seconds=COLLECTIVE_DEADLINE_S)
+        assert cast(Any, meeting.store).timeout == timedelta(seconds=COLLECTIVE_DEADLINE_S)
     finally:
         parallel.leave()
