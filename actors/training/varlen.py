@@ -162,9 +162,10 @@ def choose_attention(
     and supports the model, else sdpa, as on CPUs; there varlen if scores are capped. Torch's
     kernels come first since they are the same or newer: torch has FlashAttention 2, like the
     package, and 3 or 4 if installed (on an H100, 3 is 1.5 to 2 times as fast as 2; arXiv
-    2407.08608). Only the package caps scores and supports heads of any size up to 256. `needs_masks`
-    is why only an attention with masks computes the model: sdpa. Raises
-    ConfigError for a configured attention that cannot compute the model.
+    2407.08608). Only the package caps scores and supports heads of any size up to 256.
+
+    `needs_masks` is why only an attention with masks computes the model: sdpa. Raises ConfigError
+    for a configured attention that cannot compute the model.
     """
     if needs_masks is not None:
         if configured in ("auto", "sdpa"):
