@@ -19,10 +19,11 @@ Shape letters: T columns of all rows, H query heads, G key heads, D head size, K
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import structlog
@@ -45,29 +46,9 @@ _MAX_HEAD_SIZE = 256
 _MIN_CAPABILITY = (8, 0)
 
 
-class VarlenKernel(Protocol):
-    """A kernel with the arguments of `torch.nn.attention.varlen.varlen_attn` that are used here."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        /,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Any:
-        """Return the output [T, H, D] of queries [T, H, D] over keys and values [K, G, D].
-
-        Kernels that cap scores (see `choose_attention`) also take a `softcap`.
-        """
-        ...
+VarlenKernel = Callable[..., Any]
+"""A kernel with the arguments of `sdpa_by_sequence`: those of torch's `varlen_attn` that are used
+here. Only kernels that cap scores (see `choose_attention`) take a `softcap`."""
 
 
 def sdpa_by_sequence(
@@ -86,7 +67,8 @@ def sdpa_by_sequence(
 ) -> Tensor:
     """Compute each sequence by SDPA with a mask, as the CUDA kernels define it.
 
-    Capped scores are `softcap` x tanh(score / `softcap`).
+    Returns the output [T, H, D] of queries [T, H, D] over keys and values [K, G, D]. Capped scores
+    are `softcap` x tanh(score / `softcap`).
     """
     left, right = window_size
     ends_q = cast("list[int]", cu_seq_q.tolist())
