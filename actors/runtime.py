@@ -50,6 +50,7 @@ from ..schemas.wire.errors import (
     root_cause,
 )
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
+from .addresses import settle_interface
 from .storage.access import refuse_files_of_others, refuse_links_to_others
 from .storage.cache import fetch_models
 from .storage.held_models import held_models
@@ -407,7 +408,10 @@ def _run(
         stopping = _stop_on_signal(loop, log)
         job, login, name = "job" in bound, take_login(), bound["actor"]
         async with connected(nats, name, stopping, login=login, for_ever=job) as broker:
-            return EXIT_DRAINED if broker is None else await body(broker, stopping)
+            if broker is None:
+                return EXIT_DRAINED
+            await settle_interface(broker)
+            return await body(broker, stopping)
 
     return run_process(log, main)
 

@@ -61,6 +61,22 @@ async def test_an_actor_that_returns_exits_with_0(broker: Broker, tmp_path: Path
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1"}, "lo"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1", "NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "none"),
+    ],
+)
+async def test_nccl_is_given_the_interface_to_the_broker_before_an_actor_makes_a_group(
+    broker: Broker, tmp_path: Path, environment: dict[str, str], expected: str
+) -> None:
+    work = "import os; context.log.info(os.environ.get('NCCL_SOCKET_IFNAME', 'none'))"
+    process = start(broker, tmp_path, work, **environment)
+    assert [line["event"] for line in log_of(process)] == [expected]
+
+
 async def test_a_mistake_of_the_users_is_final_and_says_what_to_do(
     broker: Broker, tmp_path: Path
 ) -> None:
