@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 import numpy as np
 
 from ...envs.reasoning import opened_by
+from ...schemas.call_formats import MARKS, THINK
 from ...schemas.chat_messages import template_messages, template_tool
 from ...schemas.config.job import JobConfig, ModelConfig
-from ...schemas.model_apis.canonical import THINK
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
@@ -369,14 +369,22 @@ class ChatTokenizer:
 
         A `prefill` after the prompt may repeat the marker.
         """
-        is_repeated = prefill.lstrip().startswith(THINK)
-        return self.opened(prompt_ids).startswith(THINK) and not is_repeated
+        is_repeated = prefill.lstrip().startswith(self.reasoning_mark)
+        return bool(self.opened(prompt_ids)) and not is_repeated
 
     def answer(
         self, prompt_ids: Sequence[int] | IntVector, generated_ids: Sequence[int] | IntVector
     ) -> str:
         """Return an answer to parse: the model's text after the marker that its prompt opened."""
         return self.opened(prompt_ids) + self.decode(generated_ids)
+
+    @property
+    def reasoning_mark(self) -> str:
+        """The mark that begins reasoning: one that the template or the tokenizer has."""
+        if "mark" not in self.findings:
+            marks = (mark for mark in MARKS if mark in self.template or self.special_token(mark))
+            self.findings["mark"] = next(marks, THINK)
+        return self.findings["mark"]
 
     @property
     def template(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 from pydantic import Field, field_validator
 
 from ..chat_messages import in_call_order, read_object
-from ..tool_calls import CallSplitter, overlap
+from ..tool_calls import THINK, THOUGHT, CallSplitter, overlap
 from ..wire.codec import read_json
 from ..wire.message import Message
 
@@ -237,8 +237,6 @@ def _without(message: ModelMessage, volatile: Sequence[Volatile]) -> ModelMessag
 # Replies, read incrementally, in the same form in which an echo of the answer is recognised. Calls
 # are read in the format of Hermes and Qwen; malformed calls are text. White space beside reasoning
 # and calls belongs to neither.
-
-THINK, THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
