@@ -251,7 +251,7 @@ def _calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall |
                 calls += piece
             elif piece in form.opens:
                 calls.append(None)
-        names = [call[0] for call in calls if call]
+        names = [call.name for call in calls if call]
         if names and (form is HERMES or all(map(_NAME.fullmatch, names))):
             return calls
         broken = broken or [None for call in calls if call is None]

@@ -81,7 +81,7 @@ class _Named:
     """Consecutive calls of a name and a JSON object."""
 
     head: re.Pattern[str]
-    """The text up to the object; its group is the name."""
+    """The text up to the object; its last group is the name, `id` an id that contains it."""
     tail: re.Pattern[str]
 
     def __call__(self, body: str, tools: Tools) -> list[FoundCall]:
@@ -95,9 +95,9 @@ class _Named:
             tail = self.tail.match(after, end)
             if head is None or tail is None or not end or read_object(after[:end]) is None:
                 return []
-            if not head[1].strip():
+            if not (name := head[head.re.groups].strip()):
                 return []
-            calls.append((head[1].strip(), after[:end]))
+            calls.append(FoundCall(name, after[:end], head.groupdict().get("id") or ""))
             rest = after[tail.end() :]
         return calls
 
@@ -109,7 +109,7 @@ class _Tagged:
     head: re.Pattern[str]
     """Its group is the name."""
     argument: re.Pattern[str]
-    """Its groups are the name, the value, and optionally whether the value is a text."""
+    """Its first group is the name, its last the value; `text` says whether that is a text."""
     tail: re.Pattern[str]
 
     def __call__(self, body: str, tools: Tools) -> list[FoundCall]:
@@ -125,18 +125,18 @@ class _Tagged:
             while match := self.argument.match(body, at):
                 if match[1] in arguments:
                     return []
-                typed = match.groupdict().get("text")
-                value = match[2] if typed == "true" else read_value(match[2])
-                if typed == "false" and value is None and match[2].strip() != "null":
+                text, kind = match[match.re.groups], match.groupdict().get("text")
+                value: Any = text if kind == "true" else read_value(text)
+                if kind is None:
+                    value = argument_value(text, schemas.get(head[1]), match[1])
+                elif value is None and text.strip() != "null":
                     return []
-                if typed is None:
-                    value = argument_value(match[2], schemas.get(head[1]), match[1])
                 arguments[match[1]] = value
                 at = match.end()
             tail = self.tail.match(body, at)
             if tail is None:
                 return []
-            calls.append((head[1], json.dumps(arguments, ensure_ascii=False)))
+            calls.append(FoundCall(head[1], json.dumps(arguments, ensure_ascii=False)))
             at = tail.end()
         return calls
 
@@ -188,7 +188,7 @@ def _python_call(node: ast.expr, parts: list[str]) -> FoundCall:
         raise ValueError
     values = [_python_value(keyword.value, parts) for keyword in node.keywords]
     arguments = json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False)
-    return parts[int(node.func.id[1:])], arguments
+    return FoundCall(parts[int(node.func.id[1:])], arguments)
 
 
 def _python_value(node: ast.expr, parts: list[str]) -> Any:
@@ -241,7 +241,7 @@ class _Gemma:
         parts[::2] = [_GEMMA_WORD.sub(self._word, part) for part in parts[::2]]
         parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
         arguments = f"{{{''.join(parts)}}}"
-        return [] if read_object(arguments) is None else [(call[1], arguments)]
+        return [] if read_object(arguments) is None else [FoundCall(call[1], arguments)]
 
     def _word(self, match: re.Match[str]) -> str:
         return _PYTHON[match[1]] if match[1] else f"{json.dumps(match[2])}:"
@@ -314,7 +314,7 @@ FORMATS: tuple[CallFormat, ...] = (
         "kimi",
         _Named(
             _compiled(
-                r"\s*(?:functions\.)?([^\s<|:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
+                r"\s*(?=(?P<id>functions\.[\w.\-]+:\d+)?)(?:functions\.)?([^\s<|:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
             ),
             _compiled(r"\s*\Z"),
         ),
@@ -514,8 +514,10 @@ class AnswerConverter:
 
 
 def _hermes(call: FoundCall) -> str:
-    name, arguments = call
-    return f'{OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{CLOSE}'
+    call_id = f', "id": "{call.id}"' if call.id else ""
+    return (
+        f'{OPEN}{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}{call_id}}}{CLOSE}'
+    )
 
 
 def in_hermes_form(

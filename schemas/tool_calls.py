@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from .chat_messages import read_object, read_value
 
@@ -25,13 +25,23 @@ THINK, THOUGHT = "<think>", "</think>"
 MAX_CLOSES = 8
 """Maximum number of closing tags that are tried, since texts in the JSON may contain some."""
 
+NAMING_ID = re.compile(r"(functions\.[\w.\-]+:\d+)(?:-\w+)?")
+"""An id that contains the name of its tool, as the model wrote it, and what makes it unique."""
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*\Z")
 """Text that may follow the last call: the mark that ends a turn."""
 
-FoundCall: TypeAlias = tuple[str, str]
-"""A call's name and arguments, which are the JSON text of an object."""
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class FoundCall(NamedTuple):
+    """A call of the model."""
+
+    name: str
+    arguments: str
+    """JSON text of an object."""
+    id: str = ""
+    """The id that the model wrote, if it contains the name (Kimi: `functions.NAME:0`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +100,14 @@ def _call_of(value: Any) -> FoundCall | None:
     written = [key for key in ("arguments", "parameters") if key in fields]
     if not isinstance(name, str) or not name.strip() or len(written) != 1:
         return None
-    arguments = fields[written[0]]
+    arguments, call_id = fields[written[0]], fields.get("id")
+    if not isinstance(call_id, str) or not NAMING_ID.fullmatch(call_id):
+        call_id = ""
     if isinstance(arguments, str):
-        return None if read_object(arguments) is None else (name, arguments)
+        return None if read_object(arguments) is None else FoundCall(name, arguments, call_id)
     if not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return FoundCall(name, json.dumps(arguments, ensure_ascii=False), call_id)
 
 
 HERMES = CallFormat("hermes", read_calls, (OPEN,), CLOSE, is_json=True)
@@ -172,7 +184,7 @@ class CallSplitter:
         if self._held.lstrip()[:1] not in [*self._form.bare]:
             return []
         calls = self._form.read(_END.sub("", self._held), self._tools)
-        if not all(name in dict(parameters_of(self._tools)) for name, _ in calls):
+        if not all(call.name in dict(parameters_of(self._tools)) for call in calls):
             return []
         self._release(len(self._held) if calls else 0)
         return calls
@@ -248,9 +260,9 @@ class ToolText:
             {
                 "id": f"{self._name}{number:03}" if self._name else f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
-                "function": {"name": function, "arguments": arguments},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
-            for number, (function, arguments) in enumerate(self._calls)
+            for number, call in enumerate(self._calls)
         ]
 
     def _read(self, text: str, *, last: bool) -> str:

@@ -339,7 +339,9 @@ class ReplyReader:
                 pieces += self._text_piece(piece)
                 continue
             for read in piece:
-                call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
+                own = f"{self._name}{len(self._calls):03}"
+                call_id = f"{read.id}-{own}" if read.id else own
+                call = CanonicalCall(read.name, read.arguments, call_id)
                 self._calls.append(call)
                 pieces.append(call)
             self._space, self._hides_space = "", True
