@@ -19,7 +19,7 @@ Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
 
 _ASKED: Mapping[str, Any] = {"role": "user", "content": "stand-in"}
 _KEY, _VALUE = "stand_in_key", "stand-in value"
-_ARGUMENTS: Mapping[str, Any] = {_KEY: _VALUE}
+_OTHER_VALUE = "other value"
 _NAME = "stand_in_tool"
 _TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -44,6 +44,8 @@ class CallForm:
     """Whether calls are shown only in a message whose content is null."""
     shows_calls: bool = True
     """Whether calls are shown in any form."""
+    shows_several: bool = True
+    """Whether all calls of a message are shown, not only the first (gpt-oss)."""
     names_in_ids: bool = False
     """Whether the id of a call is shown in place of its name, and so contains it (Kimi)."""
 
@@ -57,11 +59,12 @@ class CallForm:
         if not message.get("tool_calls"):
             answered = message.get("tool_call_id", "")
             return {**message, "tool_call_id": ids[answered]} if answered in ids else message
-        if not self.shows_calls:
+        if not self.shows_calls or not (self.shows_several or len(message["tool_calls"]) == 1):
+            some = "tool calls" if not self.shows_calls else "tool calls behind a message's first"
             raise ModelError(
-                "the model's chat template omits tool calls: they would be missing in what "
+                f"the model's chat template omits {some}: they would be missing in what "
                 "the model sees and learns",
-                hint="use a template that shows tool calls, or leave messages with calls out",
+                hint="use a template that shows tool calls, or leave such messages out",
             )
         fitted = with_text_arguments(message) if self.arguments_as_text else dict(message)
         if self.names_in_ids:
@@ -89,29 +92,38 @@ def find_call_form(render: Render) -> CallForm:
         form = CallForm(as_text, is_null)
         tools = [dict(_TOOL)] if has_tools else []
         try:
-            shown = _shown(render, form, _NAME, tools)
+            shown = _shown(render, form, tools)
         except ModelError:
             continue
         refused = False
         if _VALUE in shown and not any(wrong in shown for wrong in _NOT_JSON):
-            return replace(form, names_in_ids=_is_named_by_id(render, form))
+            by_id = _unless_refused(render, form, [])
+            several = _unless_refused(render, form, tools, _VALUE, _OTHER_VALUE)
+            return replace(
+                form,
+                names_in_ids=bool(by_id) and _NAME not in by_id and _CALL["id"] in by_id,
+                shows_several=not several or _OTHER_VALUE in several,
+            )
     return CallForm(shows_calls=refused)
 
 
-def _shown(render: Render, form: CallForm, name: str, tools: list[dict[str, Any]]) -> str:
-    """Return the rendering of a call."""
-    call = {**_CALL, "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+def _shown(
+    render: Render, form: CallForm, tools: list[dict[str, Any]], values: Sequence[str] = (_VALUE,)
+) -> str:
+    """Return the rendering of calls with these arguments."""
+    calls = [{**_CALL, "function": {"name": _NAME, "arguments": {_KEY: v}}} for v in values]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
     return render([dict(message) for message in form.fit([_ASKED, turn])], tools)
 
 
-def _is_named_by_id(render: Render, form: CallForm) -> bool:
-    """Whether a template shows the id of a call, and not its name."""
+def _unless_refused(
+    render: Render, form: CallForm, tools: list[dict[str, Any]], *values: str
+) -> str:
+    """Return the rendering of calls; empty if the template refuses them."""
     try:
-        shown = _shown(render, form, _NAME, [])
+        return _shown(render, form, tools, values or (_VALUE,))
     except ModelError:
-        return False
-    return _NAME not in shown and _CALL["id"] in shown
+        return ""
 
 
 def _with_naming_ids(

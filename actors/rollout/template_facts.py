@@ -14,9 +14,9 @@ inexact tokens: if a turn cannot be continued exactly, the whole history is rend
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -313,7 +313,8 @@ def converter(chat: ChatTokenizer, tools: Tools, *, thinking: bool) -> AnswerCon
 
 def is_parsed_whole(chat: ChatTokenizer, tools: Tools) -> bool:
     """Whether only the tokenizer's `response_template` can read calls, in a complete answer."""
-    return bool(tools) and call_format(chat) is None and chat.parses_responses
+    answers = getattr(chat.tokenizer, "response_template", None)
+    return bool(tools) and answers is not None and call_format(chat) is None
 
 
 def read_text(
@@ -326,11 +327,23 @@ def read_text(
     """
     text, thinking = chat.decode(generated_ids), chat.opens_thinking(prompt_ids)
     if is_parsed_whole(chat, tools):
-        parsed = chat.parse_response(prompt_ids, generated_ids, tools)
+        parsed = _parsed(chat, prompt_ids, generated_ids, tools)
         if parsed and _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
             return as_read(parsed, thinking=thinking) or text
     convert = converter(chat, tools, thinking=thinking)
     return text if convert is None else convert.push(text, last=True)
+
+
+def _parsed(
+    chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
+) -> dict[str, Any] | None:
+    """Return an answer as a chat message; None if it does not follow the `response_template`."""
+    parse = cast("Callable[..., Any]", chat.tokenizer.parse_response)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    prompt, ids = [int(i) for i in prompt_ids], [int(i) for i in generated_ids]
+    try:
+        return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
+    except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
+        return None  # a model may write malformed answers, which are text
 
 
 def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:

@@ -33,7 +33,7 @@ _FRAME = """{%- macro string(v) %}{{ v if v is string else v | tojson }}{% endma
 [{% for v in value %}{{ gemma(v) }}{{ ',' if not loop.last }}{% endfor %}]
 {%- else %}{{ value | tojson }}{% endif %}{% endmacro -%}
 {%- if tools %}SYSTEM{{ tools | tojson }}END{% endif %}{%- for message in messages -%}
-{%- if message.role == 'system' and (tools or not loop.first) -%}
+{%- if message.role == 'system' and not loop.first -%}
 {{ raise_exception('one system message, and only at the beginning') }}
 {%- elif message.role == 'assistant' -%}
 ASSISTANT{% if message.reasoning_content %}THINK{% endif %}{{ message.content }}
@@ -215,7 +215,7 @@ MAKERS = {
 }
 _CHANNELS = """{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif -%}
 {%- for message in messages -%}
-{%- if message.role == 'system' and (tools or not loop.first) -%}
+{%- if message.role == 'system' and not loop.first -%}
 {{ raise_exception('one system message, and only at the beginning') }}
 {%- elif message.role == 'assistant' %}{% if message.reasoning_content -%}
 <|start|>assistant<|channel|>analysis<|message|>{{ message.reasoning_content }}<|end|>{% endif -%}
