@@ -7,7 +7,7 @@ with that mark, as if the model had written it. Pure.
 
 import re
 
-from ..schemas.call_formats import MARKS, ChannelReasoning
+from ..schemas.call_formats import CHANNELS, MARKS, ChannelReasoning
 
 _OPENS = re.compile(f"(?:{'|'.join(map(re.escape, MARKS))})\\s*\\Z")
 _BEGINS = re.compile(f"\\s*({'|'.join(map(re.escape, MARKS))})")
@@ -23,11 +23,12 @@ def opened_by(prompt: str) -> str:
 def behind_reasoning(text: str) -> str:
     """Return the text after the reasoning at its beginning; nothing if the reasoning is cut.
 
-    An answer that does not begin with reasoning is returned unchanged; one of messages on channels
-    has their texts and calls.
+    An answer that does not begin with reasoning is returned unchanged. Of messages on channels the
+    last final one is returned, or else all texts and calls.
     """
     if _CHANNELS.match(text):
-        said = ChannelReasoning().push(text, last=True)
+        _, final, answer = text.rpartition(MARKS[CHANNELS])
+        said = ChannelReasoning().push(final + answer if final else text, last=True)
         return "".join(piece for is_reasoning, piece in said if not is_reasoning)
     begins = _BEGINS.match(text)
     if begins is None:

@@ -170,10 +170,10 @@ def _pythonic(body: str, tools: Tools) -> list[FoundCall]:
             return word
         kind = "key" if match["key"] else "call" if match["call"] else "text"
         parts.append(match[kind])
-        return f"_{len(parts) - 1}" + {"key": "=", "call": "(", "text": ""}[kind]
+        return f" _{len(parts) - 1}" + {"key": "=", "call": "(", "text": " "}[kind]
 
     try:
-        tree = ast.parse(_PYTHON_TOKEN.sub(replace, body.strip()), mode="eval").body
+        tree = ast.parse(_PYTHON_TOKEN.sub(replace, body.strip()).strip(), mode="eval").body
         listed = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         return [_python_call(call, parts) for call in listed]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -402,7 +402,7 @@ class MarkedReasoning:
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:\A|[\s>])to=([\w.\-]+)")
 _BEGINS = ("<|start|>", "<|channel|>", "to=")
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", *_BEGINS[:2])
 
 
 class ChannelReasoning:
@@ -432,9 +432,9 @@ class ChannelReasoning:
                 elif begun:
                     self._held = body
                     yield self._begin(head)
-                elif last:
-                    self._kind = "final"
                 else:
+                    if last:  # a head without an end
+                        yield False, self._held
                     return
                 continue
             places = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
@@ -446,7 +446,7 @@ class ChannelReasoning:
             self._held = self._held[end:]
             if not mark:
                 return
-            self._held = self._held.removeprefix("" if mark == _ENDS[-1] else mark)
+            self._held = self._held.removeprefix("" if mark in _BEGINS else mark)
             if self._kind == "call":
                 yield False, _CALLED
             self._kind = ""

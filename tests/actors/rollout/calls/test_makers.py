@@ -4,20 +4,31 @@ The templates are short, but each frames messages, reasoning, calls and results 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
+from tinkermq.actors.engine.engine import Drawn
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.rollout.choices import GrowingChoice
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.rollout.template_facts import call_format, converter, facts_of, read_text
 from tinkermq.envs.reasoning import behind_reasoning
 from tinkermq.envs.tools import _calls_in
+from tinkermq.schemas.call_formats import FORMATS
+from tinkermq.schemas.infer import InferPart
 from tinkermq.schemas.model_apis.canonical import CanonicalCall, ModelMessage, parse_reply
+from tinkermq.schemas.model_apis.chat import CHAT
+from tinkermq.schemas.model_apis.messages import MESSAGES
+from tinkermq.schemas.model_apis.reading import AnswerReader
+from tinkermq.schemas.model_apis.responses import RESPONSES
 
-from tests.actors.rollout.calls.programs import user
+from tests.actors.rollout.calls.programs import RecordingEngine, user
 
 Call = tuple[str, dict[str, Any]]
 
@@ -336,3 +347,141 @@ def test_an_answer_that_arrives_in_pieces_is_read_as_the_whole(name: str) -> Non
                 told += piece if convert is None else convert.push(piece)
                 assert whole.startswith(told)
             assert told + (convert.push("", last=True) if convert else "") == whole
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_next_prompt_begins_with_the_last_one_and_its_answer(name: str) -> None:
+    chat, exact = chat_of(name), ExactCalls(chat_of(name))
+    engine, history = RecordingEngine(chat, Random(1)), [user("go")]
+    before: list[int] = []
+    for calls, said, thought in [*turns(name)][5::4]:
+        prepared = exact.prepare(history, TOOLS)
+        begin = prepared.prompt_ids.tolist()
+        assert (prepared.parent is None) == (not before)
+        assert begin[: len(before)] == before
+        ids = chat.encode(written(chat, calls, said, thought))
+        ids = ids[: next((n for n, i in enumerate(ids) if i in chat.stop_token_ids), len(ids))]
+        text = chat.decode(ids)
+        generated = engine.generate(begin, text)
+        reply = exact.finish(prepared, generated, read_text(chat, [], ids, TOOLS))
+        reply.delivered = True
+        assert shown(reply.reply) == calls
+        before = [*begin, *generated.token_ids.tolist()]
+        results = [
+            ModelMessage(role="tool", content=(f"found {call.id}",), call_id=call.id)
+            for call in reply.reply.calls
+        ]
+        history = [*history, reply.reply, *results]
+    last = exact.prepare(history, TOOLS)
+    assert last.prompt_ids.tolist()[: len(before)] == before
+    if name == "Kimi K2":  # a result names its call as the model wrote it
+        assert "## Return of functions.write:0\n" in chat.decode_all(last.prompt_ids)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_later_system_messages_are_shown_alike_in_episodes_and_to_clients(name: str) -> None:
+    chat = chat_of(name)
+    roles = ("system", "system", "user", "assistant", "system", "user")
+    history = [
+        ModelMessage(role=role, content=(f"{role} {number}",)) for number, role in enumerate(roles)
+    ]
+    served = chat.prompt([message.for_template() for message in history])
+    assert ExactCalls(chat).prepare(history).prompt_ids.tolist() == served
+    episode = chat.prompt([message.for_template() for message in history[:3]])
+    spoken = [*chat.encode_reply("assistant 3"), chat.stop_token_ids[0]]
+    more = chat.next_turn(spoken, [message.for_template() for message in history[4:]])
+    assert "system 0\n\nsystem 1" in chat.decode_all(served)
+    if name not in ("GLM 4.5", "gpt-oss"):  # whose last answer ends as no other does
+        assert [*episode, *spoken, *more.tolist()] == served
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_call_that_is_broken_is_one_that_cannot_be_read_and_no_text_is_lost(name: str) -> None:
+    chat = chat_of(name)
+    form = call_format(chat)
+    assert form is not None
+    opened = "to=functions.write" if name == "gpt-oss" else form.opens[0]
+    for calls in (CALLS[2], CALLS[3]):
+        text = chat.decode(chat.encode(written(chat, calls, "So", None)))
+        begin = text.index(opened) + len(opened)
+        for end in range(begin, len(text), 5):
+            cut = text[:end] if end % 2 else f"{text[: end - 1]}\x00{text[end:]}"
+            convert = converter(chat, TOOLS, thinking=False)
+            told = cut if convert is None else convert.push(cut, last=True)
+            reply = parse_reply(told, "c", calls=True)
+            assert reply.calls or "write" in reply.text or end < begin + 24
+            found = _calls_in(behind_reasoning(cut), TOOLS)
+            assert found or "<|message|>" not in cut[begin:] + chat.template * (name != "gpt-oss")
+
+
+def test_calls_in_python_are_literals_with_names() -> None:
+    form = next(form for form in FORMATS if form.name == "lfm2")
+    for body, wanted in {
+        "[f(a='it\\'s', b=\"x, [y] (z)\", c=-1.5e-3)]": {
+            "a": "it's",
+            "b": "x, [y] (z)",
+            "c": -0.0015,
+        },
+        "[f(class={'a': [True, null]}, a='''b\n'c' ''')]": {
+            "class": {"a": [True, None]},
+            "a": "b\n'c' ",
+        },
+        "f(a='\\d+\\n', b='\\ud83d\\udc4d \\u00fc')": {"a": "\\d+\n", "b": "👍 ü"},
+        "[get-it.now(a=())]": {"a": []},
+        "[f('positional')]": None,
+        "[f(a=__import__('os'))]": None,
+        "[f(a=x)]": None,
+        "[f(a=1, a=2)]": None,
+        "[f(**{'a': 1})]": None,
+        "[f(a=_0)]": None,
+        "[f(a={'b': 1, 'b': 2})]": None,
+        "[f(a='open)]": None,
+        "[f(a=1e999)]": None,
+        "[f(a=1j)]": None,
+        "[f(a=" + "[" * 4000 + ")]": None,
+        "[f(a=" + "'" * 4000 + ")]": None,
+        "[f(a=" + "9" * 5000 + ")]": None,
+    }.items():
+        calls = form.read(body, TOOLS)
+        assert [json.loads(call.arguments) for call in calls] == (
+            [] if wanted is None else [wanted]
+        )
+
+
+def test_channels_are_reasoning_text_and_calls_in_every_api() -> None:
+    chat = chat_of("gpt-oss")
+    names = [chat.token_text(token) for token in chat.stop_token_ids]
+    assert names == ["<|return|>", "<|call|>"]  # more messages follow behind <|end|>
+    said = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json"
+        '<|message|>{"n": 3}<|call|>'
+    )
+    for api, body in {
+        CHAT: {"messages": [{"role": "user", "content": "go"}], "tools": TOOLS},
+        RESPONSES: {"input": "go", "tools": [{"type": "function", **t["function"]} for t in TOOLS]},
+        MESSAGES: {
+            "messages": [{"role": "user", "content": "go"}],
+            "max_tokens": 9,
+            "tools": [
+                {"name": t["function"]["name"], "input_schema": t["function"]["parameters"]}
+                for t in TOOLS
+            ],
+        },
+    }.items():
+        choice = GrowingChoice(0, chat, tools=TOOLS, thinking=False)
+        reader = AnswerReader(api, api.read({"model": "m", **body}), "c00000", is_call=True)
+        for number, token in enumerate(chat.encode(said)):
+            choice.add(Drawn(token, -1.0, 0))
+            if number % 3 == 0 and (delta := choice.delta(0, 0, ends=False)):
+                assert "<|" not in delta.text
+        choice.end("stop", lambda: [])
+        delta = choice.delta(0, 0, ends=True)
+        assert delta is not None
+        [*reader.push(InferPart(deltas=[delta]))]
+        answer = json.dumps(reader.whole())
+        assert "hm" in answer
+        assert '"I look."' in answer
+        assert re.search(r'"(arguments|input)": ("{\\"n\\": 3}"|{"n": 3})', answer)
+        assert "<|" not in answer
+        assert "think>" not in answer
