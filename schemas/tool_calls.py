@@ -70,10 +70,19 @@ def parse_tool_calls(text: str, name: str = "") -> tuple[str, list[dict[str, Any
 
     Their ids begin with `name`, or are random. White space around a text with calls is removed.
     """
-    stream = ToolText(parse=True, name=name)
-    released = stream.push(text)
-    rest, calls = stream.finish()
-    return (released + rest).strip() if calls else text, calls
+    pieces = list(CallSplitter().push(text, last=True))
+    calls = [
+        {
+            "id": f"{name}{number:03}" if name else f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(
+            call for piece in pieces if isinstance(piece, list) for call in piece
+        )
+    ]
+    rest = "".join(piece for piece in pieces if isinstance(piece, str))
+    return (rest.strip() if calls else text), calls
 
 
 def read_calls(body: str, tools: Tools = ()) -> list[FoundCall]:
@@ -232,50 +241,6 @@ def _ends_in_text(body: str) -> bool:
     if body.lstrip()[:1] not in ("{", "["):
         return False
     return _ESCAPED.sub("", body).count('"') % 2 == 1
-
-
-class ToolText:
-    """Text with tool calls that arrives in pieces; it holds back possible parts of calls.
-
-    The result is that of `parse_tool_calls`, except for white space: it is released before a call,
-    and removed after the last one.
-    """
-
-    def __init__(self, *, parse: bool, name: str = "") -> None:
-        """Without `parse` all text is released at once; the calls' ids begin with `name`."""
-        self._parse = parse
-        self._name = name
-        self._splitter = CallSplitter()
-        self._calls: list[FoundCall] = []
-        self._space = ""
-
-    def push(self, text: str) -> str:
-        """Add text; return the text that cannot be part of a call."""
-        return self._read(text, last=False) if self._parse else text
-
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text, and the calls in the form of OpenAI's API."""
-        rest = self._read("", last=True)
-        return rest, [
-            {
-                "id": f"{self._name}{number:03}" if self._name else f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(self._calls)
-        ]
-
-    def _read(self, text: str, *, last: bool) -> str:
-        released = ""
-        for piece in self._splitter.push(text, last=last):
-            if not isinstance(piece, str):
-                self._calls += piece
-                continue
-            whole = self._space + piece
-            shown = whole.rstrip() if self._calls else whole
-            self._space = whole[len(shown) :]
-            released += shown
-        return released
 
 
 def overlap(text: str, mark: str) -> int:

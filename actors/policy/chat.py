@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 import numpy as np
 
 from ...envs.reasoning import opened_by
-from ...schemas.call_formats import MARKS, THINK
+from ...schemas.call_formats import MARKS
 from ...schemas.chat_messages import template_messages, template_tool
 from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.tool_calls import THINK
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images

@@ -16,7 +16,8 @@ import numpy as np
 from ...broker.client.parts import Tell
 from ...schemas.generation import Decoding, Delta, TextRequest
 from ...schemas.infer import ChatRequest, CompletionRequest, InferPart, PromptScore
-from ...schemas.model_apis.canonical import THINK, canonical_history, pictures_of
+from ...schemas.model_apis.canonical import canonical_history, pictures_of
+from ...schemas.tool_calls import THINK
 from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation, OnToken, PromptScores, Sampling

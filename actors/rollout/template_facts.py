@@ -23,14 +23,12 @@ import numpy as np
 from ...schemas.call_formats import FORMATS, AnswerConverter, in_hermes_form
 from ...schemas.chat_messages import read_object
 from ...schemas.model_apis.canonical import (
-    THINK,
-    THOUGHT,
     CanonicalCall,
     ModelMessage,
     parse_reply,
     pictures_of,
 )
-from ...schemas.tool_calls import HERMES, CallFormat
+from ...schemas.tool_calls import HERMES, THINK, THOUGHT, CallFormat
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ..policy.chat import ChatTokenizer

@@ -15,7 +15,7 @@ from tinkermq.schemas.tool_calls import (
     CLOSE,
     OPEN,
     CallFormat,
-    ToolText,
+    CallSplitter,
     parse_tool_calls,
     read_call,
 )
@@ -113,18 +113,13 @@ BITS = [*READ, *TEXTS[:-1], OPEN, CLOSE, OPEN, CLOSE, '{"name": "', '"', "\\", "
 )
 def test_bit_by_bit_is_read_what_the_whole_is(bits: list[str], cuts: list[int]) -> None:
     whole = "".join(bits)
-    stream, reader, told, at, turn = ToolText(parse=True, name="c"), _reader(), "", 0, 0
+    reader, at, turn = _reader(), 0, 0
     while at < len(whole):
         bit = whole[at : at + cuts[turn % len(cuts)]]
-        told += stream.push(bit)
         reader.push(bit)
         at, turn = at + len(bit), turn + 1
-    rest, calls = stream.finish()
     reader.finish()
-    text, wanted = parse_tool_calls(whole, "c")
-    assert calls == wanted
-    assert (told + rest).strip() == text.strip()
-    assert calls or told + rest == whole
+    _, calls = parse_tool_calls(whole, "c")
     reply = parse_reply(whole, "c", calls=True)
     assert (reader.reply, reader.reply.calls) == (reply, reply.calls)
     names = [call["function"]["name"] for call in calls]
@@ -134,33 +129,27 @@ def test_bit_by_bit_is_read_what_the_whole_is(bits: list[str], cuts: list[int]) 
 def test_an_answer_that_repeats_broken_tags_is_read_in_little_time() -> None:
     started = time.process_time()
     for broken in (f'{OPEN}{{"a{CALL[-12:]}x"', OPEN, f'{OPEN}[{{"{CLOSE}', f'"{CLOSE}{OPEN}'):
-        stream = ToolText(parse=True)
-        told = "".join(stream.push(broken) for _ in range(500))
-        rest, calls = stream.finish()
-        assert (told + rest, calls) == (broken * 500, [])
+        stream = CallSplitter()
+        told = [piece for _ in range(500) for piece in stream.push(broken)]
+        told += stream.push("", last=True)
+        assert "".join(map(str, told)) == broken * 500
     assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 200])
 def test_a_call_is_held_back_while_the_text_before_it_flows(size: int) -> None:
-    whole = f"a < b, so {CALL}"
-    stream = ToolText(parse=True)
-    told = "".join(stream.push(whole[at : at + size]) for at in range(0, len(whole), size))
-    assert told == "a < b, so "
-    rest, calls = stream.finish()
-    assert (rest, len(calls)) == ("", 1)
+    whole = f"a < b, so {CALL[:-1]}"
+    stream = CallSplitter()
+    told = [p for at in range(0, len(whole), size) for p in stream.push(whole[at : at + size])]
+    assert "".join(map(str, told)) == "a < b, so "
+    (calls,) = stream.push(CALL[-1])
+    assert len(calls) == 1
 
 
 def test_an_unfinished_marker_is_told_at_the_end() -> None:
-    stream = ToolText(parse=True)
-    assert stream.push("x <tool_c") == "x "
-    assert stream.finish() == ("<tool_c", [])
-
-
-def test_without_tools_everything_is_text() -> None:
-    stream = ToolText(parse=False)
-    assert stream.push(CALL) == CALL
-    assert stream.finish() == ("", [])
+    stream = CallSplitter()
+    assert [*stream.push("x <tool_c")] == ["x "]
+    assert [*stream.push("", last=True)] == ["<tool_c"]
 
 
 # -- Tool calls in models' own formats: what is well formed is read, all else stays text -----------
