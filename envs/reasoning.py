@@ -28,8 +28,8 @@ def behind_reasoning(text: str) -> str:
     """
     if _CHANNELS.match(text):
         _, final, answer = text.rpartition(MARKS[CHANNELS])
-        said = ChannelReasoning().push(final + answer if final else text, last=True)
-        return "".join(piece for is_reasoning, piece in said if not is_reasoning)
+        pieces = ChannelReasoning().push(final + answer if final else text, last=True)
+        return "".join(piece for is_reasoning, piece in pieces if not is_reasoning)
     begins = _BEGINS.match(text)
     if begins is None:
         return text

@@ -362,7 +362,7 @@ FORMATS: tuple[CallFormat, ...] = (
 """The formats beside that of Hermes and Qwen. Of several that read a template's calls the first
 counts."""
 
-Said: TypeAlias = tuple[bool, str]
+AnswerPart: TypeAlias = tuple[bool, str]
 """Whether a text is reasoning, and the text."""
 
 
@@ -375,7 +375,7 @@ class MarkedReasoning:
         self._state = "reasoning" if thinking else "begin"
         self._held = ""
 
-    def push(self, text: str, *, last: bool = False) -> Iterator[Said]:
+    def push(self, text: str, *, last: bool = False) -> Iterator[AnswerPart]:
         """Add text; yield what later text cannot change."""
         self._held += text
         if self._state == "begin":
@@ -395,8 +395,8 @@ class MarkedReasoning:
             if closed:
                 yield False, ""
         if self._state == "text":
-            said, self._held = self._held, ""
-            yield False, said
+            rest, self._held = self._held, ""
+            yield False, rest
 
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -417,10 +417,10 @@ class ChannelReasoning:
         self._kind = "analysis" if thinking else ""
         """The channel of the message, or `call`; empty: its head is not complete."""
         self._held = ""
-        self._said = {True: False, False: False}
+        self._had = {True: False, False: False}
         """Whether there were reasoning, and text."""
 
-    def push(self, text: str, *, last: bool = False) -> Iterator[Said]:
+    def push(self, text: str, *, last: bool = False) -> Iterator[AnswerPart]:
         """Add text; yield what later text cannot change."""
         self._held += text
         while self._held:
@@ -442,7 +442,7 @@ class ChannelReasoning:
             end, mark = min(places, default=(len(self._held) - held, ""))
             if end:
                 yield self._kind == "analysis", self._held[:end]
-                self._said[self._kind == "analysis"] = True
+                self._had[self._kind == "analysis"] = True
             self._held = self._held[end:]
             if not mark:
                 return
@@ -451,14 +451,14 @@ class ChannelReasoning:
                 yield False, _CALLED
             self._kind = ""
 
-    def _begin(self, head: str) -> Said:
+    def _begin(self, head: str) -> AnswerPart:
         """Begin a message; return what separates it from earlier ones, or the head of a call."""
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
         self._kind = "call" if recipient else channel[1] if channel else "final"
         if recipient:
             return False, f"{_CALLS}{recipient[1]}<|message|>"
         thinks = self._kind == "analysis"
-        return thinks, "\n" if self._said[thinks] else ""
+        return thinks, "\n" if self._had[thinks] else ""
 
 
 Reasoning: TypeAlias = MarkedReasoning | ChannelReasoning
@@ -496,13 +496,13 @@ class AnswerConverter:
 
     def push(self, text: str, *, last: bool = False) -> str:
         """Add text; return the converted text that later text cannot change."""
-        said = ""
+        converted = ""
         for thinks, piece in self._reasoning.push(text, last=last):
             if thinks != self._thinks:
-                said += THINK if thinks else THOUGHT
+                converted += THINK if thinks else THOUGHT
                 self._thinks = thinks
-            said += piece if thinks else self._converted(piece, last=False)
-        return said + self._converted("", last=last)
+            converted += piece if thinks else self._converted(piece, last=False)
+        return converted + self._converted("", last=last)
 
     def _converted(self, text: str, *, last: bool) -> str:
         if self._splitter is None:

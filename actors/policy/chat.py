@@ -552,12 +552,16 @@ class ChatTokenizer:
 
     def _call_end(self) -> list[int]:
         """Return the marker that ends a turn with calls, such as gpt-oss's `<|call|>`."""
-        one, two = (
+        single, double = (
             self._rendered([_USER, {**_CALLED, "tool_calls": [_CALL] * num}], prompt=False) or ""
             for num in (1, 2)
         )
-        mark = next(reversed(self._texts.find(one)), "")
-        is_end = mark and one.rstrip().endswith(mark) and two.count(mark) in (0, one.count(mark))
+        mark = next(reversed(self._texts.find(single)), "")
+        is_end = (
+            mark
+            and single.rstrip().endswith(mark)
+            and double.count(mark) in (0, single.count(mark))
+        )
         return self.encode_behind("", mark) if is_end else []
 
     def _frame(self) -> list[str]:
