@@ -57,7 +57,7 @@ class CallForm:
     def _fit(self, message: Mapping[str, Any], ids: dict[str, str]) -> Mapping[str, Any]:
         """Return a message in this form; `ids` maps ids of calls to those that are shown."""
         if not message.get("tool_calls"):
-            answered = message.get("tool_call_id", "")
+            answered = message.get("tool_call_id")
             return {**message, "tool_call_id": ids[answered]} if answered in ids else message
         if not self.shows_calls or not (self.shows_several or len(message["tool_calls"]) == 1):
             some = "tool calls" if not self.shows_calls else "tool calls behind a message's first"
