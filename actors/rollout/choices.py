@@ -104,7 +104,7 @@ class GrowingChoice:
         self._whole_tools = tools if is_parsed_whole(chat, tools) else ()
         is_chat = thinking is not None
         self._converter = converter(chat, tools, thinking=bool(thinking)) if is_chat else None
-        self._held = ""
+        self._plain = self._held = ""
         self._by_token = by_token or bool(stops)
         self._unsaid = frozenset(unsaid)
         self._decode = decode or chat.decode
@@ -158,6 +158,7 @@ class GrowingChoice:
 
     def _add_text(self, text: str, *, last: bool = False) -> None:
         """Add text of the model; an answer that is parsed as a whole has none before its end."""
+        self._plain += text
         if self._converter is not None:
             text = self._converter.push(text, last=last)
         self._held += text

@@ -333,6 +333,7 @@ def test_calls_are_read_as_their_maker_writes_them_and_written_back(name: str) -
         assert [(c[0], json.loads(c[1])) for c in _calls_in(answer, TOOLS) if c] == calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_answer_that_arrives_in_pieces_is_read_as_the_whole(name: str) -> None:
     chat = chat_of(name)
@@ -395,6 +396,7 @@ def test_later_system_messages_are_shown_alike_in_episodes_and_to_clients(name: 
         assert [*episode, *spoken, *more.tolist()] == served
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_call_that_is_broken_is_one_that_cannot_be_read_and_no_text_is_lost(name: str) -> None:
     chat = chat_of(name)
