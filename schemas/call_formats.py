@@ -381,7 +381,6 @@ class MarkedReasoning:
         if self._state == "begin":
             first = self._held.lstrip()
             if first.startswith(self._open):
-                yield False, self._held[: len(self._held) - len(first)]
                 self._state, self._held = "reasoning", first.removeprefix(self._open)
                 yield True, ""
             elif last or (first and not self._open.startswith(first)):
@@ -461,16 +460,6 @@ class ChannelReasoning:
         return thinks, "\n" if self._had[thinks] else ""
 
 
-Reasoning: TypeAlias = MarkedReasoning | ChannelReasoning
-
-
-def reasoning_of(mark: str, *, thinking: bool = False) -> Reasoning:
-    """Return a reader of reasoning that begins with `mark`; `thinking`: the prompt wrote it."""
-    if mark == CHANNELS:
-        return ChannelReasoning(thinking=thinking)
-    return MarkedReasoning(mark, thinking=thinking)
-
-
 class AnswerConverter:
     """Converts an answer that arrives in pieces into the form that replies are read in.
 
@@ -490,7 +479,11 @@ class AnswerConverter:
 
         Without a format of `calls` they stay as they are.
         """
-        self._reasoning = reasoning_of(mark, thinking=thinking)
+        self._reasoning = (
+            ChannelReasoning(thinking=thinking)
+            if mark == CHANNELS
+            else MarkedReasoning(mark, thinking=thinking)
+        )
         self._splitter = CallSplitter(calls, tools) if calls else None
         self._thinks = thinking
 
@@ -499,7 +492,7 @@ class AnswerConverter:
         converted = ""
         for thinks, piece in self._reasoning.push(text, last=last):
             if thinks != self._thinks:
-                converted += THINK if thinks else THOUGHT
+                converted += self._converted("", last=thinks) + (THINK if thinks else THOUGHT)
                 self._thinks = thinks
             converted += piece if thinks else self._converted(piece, last=False)
         return converted + self._converted("", last=last)
@@ -514,10 +507,9 @@ class AnswerConverter:
 
 
 def _hermes(call: FoundCall) -> str:
+    arguments = call.arguments.replace(CLOSE, CLOSE.replace("/", "\\/"))  # the same JSON
     call_id = f', "id": "{call.id}"' if call.id else ""
-    return (
-        f'{OPEN}{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}{call_id}}}{CLOSE}'
-    )
+    return f'{OPEN}{{"name": {json.dumps(call.name)}, "arguments": {arguments}{call_id}}}{CLOSE}'
 
 
 def in_hermes_form(

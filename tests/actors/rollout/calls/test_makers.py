@@ -272,6 +272,7 @@ CALLS: list[list[Call]] = [
     [("write", {"text": "a"})],
     [("write", {"text": 'He said "no, it\'s [1, 2) {x}: y=3", \\n über 日本 👍\n\n  and\tleft'})],
     [("write", {"n": 3, "x": 0.5, "ok": True, "kind": 3, "all": [1, "a, b]", [False, None]]})],
+    [("write", {"text": "a </tool_call> b" + "</tool_call>" * 3})],
     [("write", {"text": "5", "kind": None, "map": {"a": None, "b": {"c": ["d"]}}})],
     [("write", {"text": "one", "n": -1}), ("now", {}), ("write", {"text": "three"})],
 ]
