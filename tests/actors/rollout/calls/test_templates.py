@@ -115,6 +115,32 @@ def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name
     assert facts_of(chat).reads_calls
 
 
+def test_calls_in_an_unknown_format_are_read_by_the_response_template() -> None:
+    tokenizer: Any = chat_of("qwen3").tokenizer
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "act>")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<act>",
+                "close_pattern": r"</act>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    chat = ChatTokenizer(tokenizer)
+    prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
+    said = 'I look.<act>\n{"name": "search", "arguments": {"query": "x"}}\n</act><|im_end|>'
+    reply = parse_reply(read_text(chat, prompt, chat.encode(said), [TOOL]), "c", calls=True)
+    assert call_format(chat) is None
+    assert facts_of(chat).reads_calls
+    assert (reply.text, [call.value for call in reply.calls]) == ("I look.", [{"query": "x"}])
+
+
 FABRICATED = {
     "glm4moe": [
         '<tool_call>search\n{"query": "x"}</tool_call>',
