@@ -481,7 +481,7 @@ def test_channels_are_reasoning_text_and_calls_in_every_api() -> None:
         choice.end("stop", lambda: [])
         delta = choice.delta(0, 0, ends=True)
         assert delta is not None
-        [*reader.push(InferPart(deltas=[delta]))]
+        list(reader.push(InferPart(deltas=[delta])))
         answer = json.dumps(reader.whole())
         assert "hm" in answer
         assert '"I look."' in answer
