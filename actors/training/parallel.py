@@ -76,16 +76,21 @@ class SequenceGroup:
     """Index of this process, in the order of the columns."""
 
 
+def refuse_dividing(model: nn.Module, num_ranks: int) -> None:
+    """Raise ConfigError for a model whose sequences cannot be divided over several ranks."""
+    if (reason := needs_masks(model)) is not None:
+        raise ConfigError(
+            f"learner.context_parallel={num_ranks} cannot divide this model: {reason}",
+            hint="set learner.context_parallel=1",
+        )
+
+
 def _divide_attention(model: nn.Module, share: SequenceGroup) -> None:
     """Make a model accept rows divided over the processes, in addition to full rows.
 
     Raises ConfigError for a model whose heads cannot be divided.
     """
-    if (reason := needs_masks(model)) is not None:
-        raise ConfigError(
-            f"learner.context_parallel={share.size} cannot divide this model: {reason}",
-            hint="set learner.context_parallel=1",
-        )
+    refuse_dividing(model, share.size)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

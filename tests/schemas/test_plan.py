@@ -19,7 +19,7 @@ from tinkermq.schemas.plan.settings import (
     GpuUse,
     choose_engine_settings,
     find_models,
-    refuse_long_contexts,
+    refuse_models,
     with_engine_settings,
     with_memory_share,
 )
@@ -614,24 +614,24 @@ def test_sequences_longer_than_a_model_of_the_job_are_refused(
     model_of(tmp_path / "short", 1024)
     model = model_of(tmp_path / "long", 2048)
     lengths = {"max_prompt_tokens": 1024, "max_response_tokens": 1024, "max_turn_tokens": 64}
-    refuse_long_contexts(job_of(model, rollout=lengths, generator={"max_context": 2048}))
+    refuse_models(job_of(model, rollout=lengths, generator={"max_context": 2048}))
     changed = {name: {**value} for name, value in sections.items()}
     changed["rollout"] = {**lengths, **sections.get("rollout", {})}
     with pytest.raises(
         ModelError, match=r"of up to 20\d\d tokens .* positions for (1024|2048)"
     ) as it:
-        refuse_long_contexts(job_of(model, **changed))
+        refuse_models(job_of(model, **changed))
     assert "rollout.max_prompt_tokens" in it.value.hint
 
 
 def test_lengths_of_unknown_models_and_of_rows_are_not_judged(tmp_path: Path) -> None:
-    refuse_long_contexts(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
+    refuse_models(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
     model = model_of(tmp_path / "short", 64)
-    refuse_long_contexts(
+    refuse_models(
         job_of(model, tinker={"base": "org/base"}, env={"game": "", "hosts": 0, "num_val": 0})
     )
     rows = {"sft": {"data": ["chats.jsonl"]}, "env": {"game": "", "hosts": 0, "num_val": 0}}
-    refuse_long_contexts(job_of(model, **rows))
+    refuse_models(job_of(model, **rows))
 
 
 # -- times -----------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def load_decoder(
     With `base` only an adapter is loaded, for the weights of a model in memory.
     """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    _check_layers(path, config)
+    check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     refuse_long_sequences(path, max_tokens, count_positions(text_config.to_dict()))
     # Loaded with the reference attention, with which `_check` compares: it supports every variant.
@@ -396,7 +396,8 @@ _LAYERS = (
 """What transformers keeps for the layers that the slot cache has, too."""
 
 
-def _check_layers(path: str, config: Any) -> None:
+def check_layers(path: str, config: Any) -> None:
+    """Raise ModelError for a model with layers that the slot cache does not hold."""
     layers = DynamicCache(config=config).layers
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
     if other or not layers:

@@ -208,7 +208,7 @@ class SlotCache(Cache):
         self.max_slots = max_slots
         self.max_tokens = max_tokens
         self.max_cells = max_cells
-        self.num_slots = self._num_tokens = 0
+        self.num_slots = self.num_tokens = 0
         self._num_rows = self._longest = 0
         self._places = _places(shape)
         self._store = self._allocate(0, 0)
@@ -244,7 +244,7 @@ class SlotCache(Cache):
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
         """Grow to at least this many slots and tokens; what slots have is kept."""
-        slots, tokens = self.num_slots, self._num_tokens
+        slots, tokens = self.num_slots, self.num_tokens
         if num_slots <= slots and num_tokens <= tokens:
             return
         if num_slots > slots:
@@ -264,11 +264,11 @@ class SlotCache(Cache):
         if slots != self.num_slots:
             for layer in self._recurrent():
                 layer.resize(slots)
-        self.num_slots, self._num_tokens = slots, tokens
+        self.num_slots, self.num_tokens = slots, tokens
 
     def free(self) -> None:
         """Forget all slots, and free their memory."""
-        self.num_slots = self._num_tokens = 0
+        self.num_slots = self.num_tokens = 0
         self._store = self._allocate(0, 0)
         for layer in self._recurrent():
             layer.stored.clear()
@@ -410,7 +410,7 @@ class SlotCache(Cache):
         assert now.slots is not None
         assert now.positions is not None
         heads_K = torch.arange(kv_heads, device=now.slots.device)
-        head_rows_XK = (now.slots[:, None] * kv_heads + heads_K) * self._num_tokens
+        head_rows_XK = (now.slots[:, None] * kv_heads + heads_K) * self.num_tokens
         return (head_rows_XK + now.positions[:, None]).flatten()
 
     def _recurrent(self) -> list[_RecurrentLayer]:

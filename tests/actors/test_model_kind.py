@@ -1,0 +1,67 @@
+"""What a model is, and what computes it, is told from its configuration alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.model_checks import model_checks
+from tinkermq.actors.model_kind import kind_checks
+from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.schemas.checks import CheckResult, run_checks
+from tinkermq.schemas.config.job import JobConfig
+from transformers import Phi3Config
+
+from tests.support.refused_models import REFUSED, save_refused
+
+
+def checked(folder: Path, *, alone: bool = True, **sections: object) -> dict[str, CheckResult]:
+    values = {"model": {"path": str(folder)}, "env": {"game": "bandit"}, **sections}
+    job = JobConfig.model_validate(values)
+    checks = kind_checks(job, alone=True) if alone else model_checks(job)
+    return {result.name: result for result in run_checks(checks)}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["model check", "a job"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_work_is_refused_with_the_reason_and_the_remedy(
+    name: str, alone: bool, tmp_path: Path
+) -> None:
+    said = save_refused(name, tmp_path)
+    failed = [result for result in checked(tmp_path, alone=alone).values() if not result.ok]
+    assert any(said in result.detail for result in failed), failed
+    assert all(result.hint and result.code == "model" for result in failed[:1])
+
+
+def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    for file in tmp_path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    results = checked(tmp_path)
+    assert {name for name, result in results.items() if result.outcome != "ok"} == {
+        "vLLM engine",
+        "tokenizer",
+    }
+    assert results["learner"].detail.startswith("packed rows")
+    assert "q_proj" in results["LoRA"].detail
+
+
+def test_what_does_not_go_together_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    kinds = ["conv", "full_attention"]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "lfm2", "layer_types": kinds, "vocab_size": 264, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert checked(tmp_path)["learner"].detail.startswith("a row for each sequence")
+    for sections in (
+        {"learner": {"context_parallel": 2, "ranks": 2, "slots": 2}},
+        {"model": {"path": str(tmp_path), "attn_implementation": "varlen"}},
+    ):
+        assert "it has recurrent layers" in checked(tmp_path, **sections)["learner"].detail
+
+
+def test_a_window_that_no_layer_is_named_to_have_may_be_longer_than_the_context(
+    tmp_path: Path,
+) -> None:
+    Phi3Config(num_hidden_layers=2, sliding_window=1 << 18).save_pretrained(tmp_path)
+    results = checked(tmp_path)
+    assert [name for name, result in results.items() if not result.ok] == []
