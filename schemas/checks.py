@@ -18,9 +18,9 @@ which results are sent, printed and compared. Each check runs where its subject 
 
 `env check` runs the checks of the game and the model, `model check` those of the model's kind,
 `agent check` that of the program, and `train`, before it submits or with `--dry-run`, all of these
-and the scheduler's (`clients/cli/dry_run.py`). Each submission, also by Python and REST, runs the scheduler's checks. A
-submission is refused with the error of the first check that fails; a check that does not end in
-time is skipped, as slowness says nothing about the job.
+and the scheduler's (`clients/cli/dry_run.py`). Each submission, also by Python and REST, runs the
+scheduler's checks. A submission is refused with the error of the first check that fails; a check
+that does not end in time is skipped, as slowness says nothing about the job.
 
 Checks that need torch, a sandbox or a deadline run in a process of their own, `python -m MODULE`,
 which prints one line for each result (`write_results`, `read_result`). So neither the client nor

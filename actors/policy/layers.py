@@ -115,18 +115,23 @@ def needs_masks(model: nn.Module) -> str | None:
         return "its attention has sinks"
     if reach_of_config(config).chunk is not None:
         return "its attention is chunked"
-    if is_recurrent(config):
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its attention chooses keys by an index, in a mask"
+    if is_recurrent(model):
         return "it has recurrent layers, which need a row for each sequence"
     return None
 
 
-def is_recurrent(config: Any) -> bool:
+def is_recurrent(model: nn.Module) -> bool:
     """Return whether some layer has a state that each token changes, in place of keys and values.
 
-    Linear attention, state spaces and convolutions have one.
+    Linear attention, state spaces and convolutions have one, which some models hold themselves
+    (RecurrentGemma).
     """
-    layers = DynamicCache(config=config.get_text_config()).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    layers = DynamicCache(config=_text_config(model)).layers
+    return getattr(model, "_is_stateful", False) or any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+    )
 
 
 def has_sinks(model: nn.Module) -> bool:

@@ -227,7 +227,7 @@ class Scorer:
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
-        self.one_per_row = is_recurrent(config)
+        self.one_per_row = is_recurrent(model)
         """Whether each row holds one sequence, since a state would go on into the next one."""
         self._temperature = temperature
         self._chunk_bytes = chunk_bytes or LOGITS_BYTES[self.device.type == "cuda"]

@@ -157,6 +157,8 @@ def _recurrent(text: Mapping[str, Any]) -> tuple[int, int]:
         return (2 * keys + heads * size) * kernel, state
     states = first_of(text, "mamba_d_state", "ssm_state_size", "state_size")
     wide = first_of({"": 2, **text}, "mamba_expand", "expand", "") * first_of(text, "hidden_size")
+    if text.get("model_type") in _STATE_SPACES:
+        wide = first_of({"": wide, **text}, "intermediate_size", "")
     inner, groups = first_of({"": wide, **text}, "mamba_d_ssm", ""), 0
     if heads := text.get("mamba_n_heads") or text.get("mamba_num_heads"):
         size = first_of({"": inner // heads, **text}, "mamba_d_head", "mamba_head_dim", "")

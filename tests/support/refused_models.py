@@ -48,8 +48,6 @@ FAMILIES = {
     "bloom": "cannot be trained: it takes no mask for packed rows",
     "deepseek_v32": INDEX,
     "glm_moe_dsa": INDEX,
-    "mamba": OWN_CACHE,
-    "falcon_mamba": OWN_CACHE,
     "minimax": OWN_CACHE,
     "recurrent_gemma": OWN_CACHE,
 }

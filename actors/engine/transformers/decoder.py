@@ -9,6 +9,7 @@ so that they show. The comparison is in float32: with 16 bits even a supported m
 by tenths of their size, since the first tokens' activations are a thousand times the others'.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -223,9 +224,7 @@ class SlotDecoder:
         rotary = torch.as_tensor(rotary_3BN, device=self.device)
         return self._forward(self._with_images(ids, spans), rotary, mask, adapters)
 
-    def _with_images(
-        self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]
-    ) -> dict[str, torch.Tensor]:
+    def _with_images(self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]) -> dict[str, Any]:
         """Return the model's input: embeddings with the images at the start of these spans."""
         width = ids_BN.shape[1]
         fed = [
@@ -276,20 +275,16 @@ class SlotDecoder:
 
     def _forward(
         self,
-        read: dict[str, torch.Tensor],
+        read: dict[str, Any],
         positions: torch.Tensor,
         mask: Any,
         adapters: RowsOfAdapters,
     ) -> torch.Tensor:
+        if self.cache.shape.token_bytes:
+            read |= {"position_ids": positions, "attention_mask": mask}
+        read[_cache_name(self.model)] = self.cache
         with self.adapters.using(adapters):
-            output = self.model(
-                **read,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            output = self.model(**read, use_cache=True, logits_to_keep=1)
         return cast("torch.Tensor", output.logits)[:, -1]
 
     def _use_slots(self) -> None:
@@ -434,14 +429,20 @@ def _plain(path: str, model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tens
     """Run a plain forward pass; return its logits [N, V], and what it keeps for each layer."""
     ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
     more = {} if probe.images is None else vision.plain_inputs(ids, probe.images)
-    cache = DynamicCache(config=model.config)
+    cache, name = DynamicCache(config=model.config), _cache_name(model)
     try:
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+        output = model(input_ids=ids, use_cache=True, **{name: cache}, **more)
     except (ValueError, TypeError) as error:
         raise _own_cache(path) from error
-    if getattr(output, "past_key_values", None) is not cache:
+    if getattr(output, name, None) is not cache:
         raise _own_cache(path)
     return cast("torch.Tensor", output.logits)[0].float(), cache
+
+
+def _cache_name(model: PreTrainedModel) -> str:
+    """Return a model's argument for its cache; models with recurrent layers alone have another."""
+    known = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in known else "cache_params"
 
 
 def _own_cache(path: str) -> ModelError:
