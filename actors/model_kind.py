@@ -75,6 +75,8 @@ class _ModelKind:
         """Return family and class; refuse what neither learner nor engine computes."""
         import transformers
 
+        from .policy.layers import cache_layers
+
         values: dict[str, Any] = self._config.to_dict()
         model_refusals.refuse_without_decoder(self._path, values)
         if self._class is None and not hasattr(self._config, "auto_map"):
@@ -86,17 +88,16 @@ class _ModelKind:
             )
         model_refusals.refuse_quantised(self._path, values)
         model_refusals.refuse_long_windows(self._path, values)
+        cache_layers(self._text)
         by = "its own code" if self._class is None else self._class.__name__
         return f"{self._config.model_type}: {by}, transformers {transformers.__version__}"
 
     def layers(self) -> str:
         """Count the layers of each kind."""
-        from transformers import DynamicCache
-
-        from .policy.layers import reach_of_config
+        from .policy.layers import cache_layers, reach_of_config
 
         kinds: list[str] = getattr(self._text, "layer_types", None) or [
-            type(layer).__name__ for layer in DynamicCache(config=self._text).layers
+            type(layer).__name__ for layer in cache_layers(self._text)
         ]
         counted = [f"{num} {kind.replace('_', ' ')}" for kind, num in Counter(kinds).items()]
         seen = reach_of_config(self._text).full_until

@@ -21,6 +21,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask as _sdpa_mask  # pyright: ignore[reportUnknownVariableType]  # untyped in transformers
 
+from ...schemas.wire.errors import ModelError
+
 
 def attend(
     query_BHND: Tensor,
@@ -128,10 +130,22 @@ def is_recurrent(model: nn.Module) -> bool:
     Linear attention, state spaces and convolutions have one, which some models hold themselves
     (RecurrentGemma).
     """
-    layers = DynamicCache(config=_text_config(model)).layers
     return getattr(model, "_is_stateful", False) or any(
-        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+        isinstance(layer, LinearAttentionCacheLayerMixin)
+        for layer in cache_layers(_text_config(model))
     )
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """Return what transformers keeps for each layer; ModelError if a kind lacks its width."""
+    try:
+        return DynamicCache(config=config).layers
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"the layers of a model of type {config.model_type!r} cannot be made: {error}",
+            hint="see layer_types in its config.json, and the widths of these kinds "
+            "(sliding_window, attention_chunk_size)",
+        ) from error
 
 
 def has_sinks(model: nn.Module) -> bool:

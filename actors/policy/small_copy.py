@@ -50,6 +50,8 @@ SIZES: dict[str, int] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "mamba_d_state": 8,
@@ -68,7 +70,7 @@ SIZES: dict[str, int] = {
     "global_head_dim": 16,
 }
 """Widths of a small copy, by the names that configurations of transformers have for them."""
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _PLAIN = ("rope_theta", "partial_rotary_factor")
 
 
@@ -85,7 +87,7 @@ def small_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     if values.get("kv_lora_rank"):
         values["num_key_value_heads"] = values["num_attention_heads"]
     values["rope_parameters"] = _plain_positions(values.get("rope_parameters"))
-    values |= dict.fromkeys((*_TOKENS, "rope_scaling"))
+    values |= {"rope_scaling": None, **_TOKENS}
     try:
         return type(text)(**{name: each for name, each in values.items() if each is not None})
     except Exception as error:  # of the model's class

@@ -21,6 +21,7 @@ def checked(folder: Path, *, alone: bool = True, **sections: object) -> dict[str
     return {result.name: result for result in run_checks(checks)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("alone", [True, False], ids=["model check", "a job"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_work_is_refused_with_the_reason_and_the_remedy(
@@ -46,6 +47,7 @@ def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
     assert "q_proj" in results["LoRA"].detail
 
 
+@pytest.mark.full
 def test_what_does_not_go_together_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     kinds = ["conv", "full_attention"]
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -59,6 +61,7 @@ def test_what_does_not_go_together_with_recurrent_layers_is_refused(tmp_path: Pa
         assert "it has recurrent layers" in checked(tmp_path, **sections)["learner"].detail
 
 
+@pytest.mark.full
 def test_a_window_that_no_layer_is_named_to_have_may_be_longer_than_the_context(
     tmp_path: Path,
 ) -> None:

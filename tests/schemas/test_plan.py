@@ -634,6 +634,46 @@ def test_lengths_of_unknown_models_and_of_rows_are_not_judged(tmp_path: Path) ->
     refuse_models(job_of(model, **rows))
 
 
+def test_a_plan_tells_what_a_request_holds_of_windows_latents_and_states(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+    }
+    hybrid = {
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    window = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 128}
+    told = {}
+    for name, layers in {"hybrid": hybrid, "latent": latent, "window": window}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": name, **sizes, **layers})
+        )
+        plan = plan_of(job_of(tmp_path / name, generator={"engine": "transformers"}), "2xH100")
+        told[name] = plan.to_map()["request"] | {"line": plan.lines()}
+    # One layer of keys and values; three states of 4 x 8 x 8, and convolutions over 2 x 16 + 32.
+    assert told["hybrid"]["token_bytes"] == 2 * 2 * 16 * 2
+    assert told["hybrid"]["state_bytes"] == 3 * (4 * 4 * 8 * 8 + 2 * 4 * (2 * 16 + 32))
+    held = told["hybrid"]["state_bytes"] + told["hybrid"]["token_bytes"] * 1024
+    assert told["hybrid"]["snapshots"] == GIB // held
+    assert told["latent"]["token_bytes"] == 2 * (32 + 8) * 2
+    assert told["window"]["token_bytes"] == 2 * 2 * 64 * 2
+    assert any("window of 128" in line for line in told["window"]["line"])
+    assert any("recurrent states" in line for line in told["hybrid"]["line"])
+
+
 # -- times -----------------------------------------------------------------------------------------
 
 

@@ -100,8 +100,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_expert_group": 1,
             "topk_group": 1,
             "num_experts_per_token": 2,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
         },
     ),
     "lfm2": ("LFM2", {"layer_types": ["conv", "full_attention"] * 2}),

@@ -11,6 +11,7 @@ from tests.support.families import make_config
 CODE = {"AutoConfig": "configuration_mine.MineConfig"}
 OWN_CACHE = "has a class with a cache of its own"
 INDEX = "has layers that keep more than keys, values and recurrent states (DynamicIndexedLayer)"
+WINDOWS = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "an encoder-decoder": (
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
@@ -39,9 +40,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "the tokenizer does not match model",
     ),
     "a window longer than the context": (
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 1 << 30},
+        {**WINDOWS, "sliding_window": 1 << 30},
         f"see {1 << 30} tokens, and it has positions for",
     ),
+    "a window without a width": ({**WINDOWS, "sliding_window": None}, "cannot be made"),
 }
 """By what is wrong: changes of a sound model's config.json, and words of the refusal."""
 FAMILIES = {

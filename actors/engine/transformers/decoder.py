@@ -35,7 +35,7 @@ from ....schemas.wire.errors import ModelError
 from ...policy import vision
 from ...policy.devices import DECODED_WEIGHTS, exact_products, use_onednn
 from ...policy.experts import RouterRecorder
-from ...policy.layers import reach_of
+from ...policy.layers import cache_layers, reach_of
 from ...policy.model_folder import load_model_config, load_policy
 from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
@@ -393,7 +393,7 @@ _LAYERS = (
 
 def check_layers(path: str, config: Any) -> None:
     """Raise ModelError for a model with layers that the slot cache does not hold."""
-    layers = DynamicCache(config=config).layers
+    layers = cache_layers(config)
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
     if other or not layers:
         raise ModelError(
