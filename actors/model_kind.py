@@ -15,8 +15,9 @@ from ..schemas.checks import Check, CheckSkipped
 from ..schemas.config.job import JobConfig
 from ..schemas.config.sections import LoraConfig
 from ..schemas.plan import model_refusals
+from ..schemas.plan.cache_shape import cache_widths
 from ..schemas.plan.memory import GIB
-from ..schemas.plan.model_shape import count_positions, shape_of
+from ..schemas.plan.model_shape import count_positions
 from ..schemas.wire.errors import ModelError
 from .policy import model_folder
 from .policy.small_copy import make_small_copy
@@ -176,7 +177,7 @@ class _ModelKind:
                 hollow=True,
             )
         weights: int = built.num_parameters()
-        cache = shape_of(self._config.to_dict()).cache
+        cache = cache_widths(self._text.to_dict())
         state = cache.state_bytes(2)
         return (
             f"{weights / 1e9:.3g} B weights: {weights * _STATE_BYTES / GIB:.3g} GiB to train them "

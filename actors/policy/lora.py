@@ -435,11 +435,20 @@ _STATE_SPACE_LAYERS = frozenset({"dt_proj", "out_proj"})
 
 
 def _targets(model: "nn.Module", config: LoraConfig) -> "Literal['all-linear'] | list[str]":
-    """Return the names of the adapted layers: of all linear ones without those of the two sets."""
+    """Return the names of the adapted layers: of all linear ones without those of the two sets.
+
+    Nor are those adapted whose output only chooses keys (the index of DeepSeek V3.2), without a
+    gradient.
+    """
     from torch import nn
 
     modules = cast("list[tuple[str, nn.Module]]", list(cast(Any, model).named_modules()))
-    apart: frozenset[str] = frozenset()
+    apart = frozenset(
+        name
+        for _, module in modules
+        if type(module).__name__.endswith("Indexer")
+        for name, _ in module.named_children()
+    )
     if any(_has_experts(module) for _, module in modules):
         apart |= _EXPERT_LAYERS
     if any(_is_state_space(module) for _, module in modules):

@@ -36,6 +36,8 @@ SIZES: dict[str, int] = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
     "n_group": 1,
     "topk_group": 1,
     # latent attention
@@ -43,6 +45,7 @@ SIZES: dict[str, int] = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
     "v_head_dim": 12,
     # linear attention and state spaces
     "linear_num_key_heads": 2,
@@ -52,6 +55,7 @@ SIZES: dict[str, int] = {
     "linear_conv_kernel_dim": 4,
     "linear_head_dim": 8,
     "linear_num_heads": 4,
+    "mamba_d_ssm": 64,
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "mamba_d_state": 8,
@@ -63,6 +67,7 @@ SIZES: dict[str, int] = {
     "mamba_dt_rank": 4,
     "n_mamba_heads": 4,
     "ssm_state_size": 8,
+    "n_groups": 1,
     "lru_width": 32,
     # Gemma 3n and 4
     "hidden_size_per_layer_input": 8,
@@ -71,7 +76,6 @@ SIZES: dict[str, int] = {
 }
 """Widths of a small copy, by the names that configurations of transformers have for them."""
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_PLAIN = ("rope_theta", "partial_rotary_factor")
 
 
 def small_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
@@ -123,7 +127,8 @@ def _plain_positions(rotary: Any) -> Any:
     values = cast("dict[str, Any]", rotary)
     if "rope_type" not in values:  # one for each kind of layer
         return {kind: _plain_positions(each) for kind, each in values.items()}
-    return {"rope_type": "default", **{name: values[name] for name in _PLAIN if name in values}}
+    plain = {name: each for name, each in values.items() if not isinstance(each, list)}
+    return {**plain, "rope_type": "default"}
 
 
 def _refused(config: "PreTrainedConfig", error: Exception) -> ModelError:

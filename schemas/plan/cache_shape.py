@@ -155,7 +155,11 @@ def _recurrent(text: Mapping[str, Any]) -> tuple[int, int]:
         heads, size = text["linear_num_value_heads"], first_of(text, "linear_value_head_dim")
         state = heads * size * first_of(text, "linear_key_head_dim")
         return (2 * keys + heads * size) * kernel, state
-    states = first_of(text, "mamba_d_state", "ssm_state_size", "state_size")
+    states = first_of({"": 0, **text}, "mamba_d_state", "ssm_state_size", "state_size", "")
+    if not states:  # MiniMax: products of keys and values
+        heads = first_of(text, "num_attention_heads")
+        size = first_of({"": first_of(text, "hidden_size") // heads, **text}, "head_dim", "")
+        return 0, heads * size * size
     wide = first_of({"": 2, **text}, "mamba_expand", "expand", "") * first_of(text, "hidden_size")
     if text.get("model_type") in _STATE_SPACES:
         wide = first_of({"": wide, **text}, "intermediate_size", "")

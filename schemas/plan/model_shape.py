@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from ..model_catalogue import CATALOGUE, catalogue_folder
 from ..wire.errors import ModelError
-from .cache_shape import CacheWidths, cache_widths, first_of
+from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -210,7 +210,7 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
     mlp = active = 3 * hidden * width
     chosen = 0
     if experts:
-        chosen = int(text["num_experts_per_tok"])
+        chosen = first_of(text, "num_experts_per_tok", "num_experts_per_token")
         each = int(text.get("moe_intermediate_size") or width)
         shared = int(text.get("shared_expert_intermediate_size") or 0)
         router = hidden * experts
@@ -220,7 +220,7 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
     return ModelShape(
         kind=own,
         hidden=hidden,
-        layers=first_of(text, "num_hidden_layers", "n_layer", "num_layers"),
+        layers=len(layer_kinds(text)),
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
