@@ -74,16 +74,14 @@ class _ModelKind:
 
     def family(self) -> str:
         """Return family and class; refuse what neither learner nor engine computes."""
-        import transformers
-
         from .policy.layers import cache_layers
 
         values: dict[str, Any] = self._config.to_dict()
+        library = model_folder.library_version()
         model_refusals.refuse_without_decoder(self._path, values)
         if self._class is None and not hasattr(self._config, "auto_map"):
             raise ModelError(
-                f"transformers {transformers.__version__} has no text decoder for model_type "
-                f"{self._config.model_type!r}",
+                f"{library} has no text decoder for model_type {self._config.model_type!r}",
                 hint="name a language model, such as Qwen3 or Llama; of models with images "
                 f"{', '.join(sorted(model_folder.VISION_TYPES))} are supported",
             )
@@ -91,7 +89,7 @@ class _ModelKind:
         model_refusals.refuse_long_windows(self._path, values)
         cache_layers(self._text)
         by = "its own code" if self._class is None else self._class.__name__
-        return f"{self._config.model_type}: {by}, transformers {transformers.__version__}"
+        return f"{self._config.model_type}: {by}, {library}"
 
     def layers(self) -> str:
         """Count the layers of each kind."""
@@ -144,12 +142,11 @@ class _ModelKind:
 
     def lora(self) -> str:
         """Put an adapter on each layer that a run adapts by default."""
-        from .policy.lora import add_adapter, layer_of, policy_tensors
+        from .policy.lora import add_adapter, layer_names
 
         small = self._small()
         add_adapter(small, LoraConfig(rank=1), seed=0)
-        names = {layer_of(name).rpartition(".")[2] for name in policy_tensors(small)}
-        return f"lora.targets=all-linear adapts {', '.join(sorted(names))}"
+        return f"lora.targets=all-linear adapts {', '.join(layer_names(small))}"
 
     def images(self) -> str:
         """Tell whether the model takes images here."""

@@ -187,6 +187,12 @@ def layer_of(name: str) -> str:
     )
 
 
+def layer_names(model: "nn.Module") -> list[str]:
+    """Return the names of the layers with an adapter, each once, without those of modules above."""
+    parts = [layer_of(name).split(".") for name in policy_tensors(model)]
+    return sorted({each[-2] if each[-1].isdecimal() else each[-1] for each in parts})
+
+
 def layer_settings(folder: str | Path) -> str:
     """Return the layers and ranks in PEFT's file of an adapter, for messages."""
     settings = adapter_settings(folder)
@@ -446,7 +452,7 @@ def _targets(model: "nn.Module", config: LoraConfig) -> "Literal['all-linear'] |
     apart = frozenset(
         name
         for _, module in modules
-        if type(module).__name__.endswith("Indexer")
+        if type(module).__name__.endswith(("Indexer", "Router"))
         for name, _ in module.named_children()
     )
     if any(_has_experts(module) for _, module in modules):

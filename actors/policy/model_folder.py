@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -271,23 +272,27 @@ def load_model_config(
         raise _unknown_kind(path, fields, error) from error
 
 
+def library_version() -> str:
+    """Return the name and version of transformers."""
+    return f"transformers {version('transformers')}"
+
+
 def _unknown_kind(path: str, fields: Mapping[str, Any], error: Exception) -> ModelError:
     """Return the error for a config.json that transformers does not read."""
-    from transformers import CONFIG_MAPPING, __version__
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, text = fields.get("model_type"), text_config(fields)
-    version = f"transformers {__version__}"
+    kind, text, library = fields.get("model_type"), text_config(fields), library_version()
     if kind not in CONFIG_MAPPING and fields.get("auto_map"):
         return ModelError(
-            f"model {path} is computed by code in its own folder, since {version} has no "
+            f"model {path} is computed by code in its own folder, since {library} has no "
             f"model_type {kind!r}",
             hint="take a model that transformers has, or, if you trust its code, set "
             "model.trust_remote_code=true",
         )
     if isinstance(kind, str) and kind not in CONFIG_MAPPING:
         return ModelError(
-            f"{version} has no model_type {kind!r}, which config.json of model {path} names",
+            f"{library} has no model_type {kind!r}, which config.json of model {path} names",
             hint="correct it, or take a model that transformers has",
         )
     listed: Any = text.get("layer_types")
@@ -295,7 +300,7 @@ def _unknown_kind(path: str, fields: Mapping[str, Any], error: Exception) -> Mod
     unknown = sorted({str(name) for name in names} - set(ALLOWED_LAYER_TYPES))
     if unknown:
         return ModelError(
-            f"config.json of model {path} has layers of kind {', '.join(unknown)}, which {version} "
+            f"config.json of model {path} has layers of kind {', '.join(unknown)}, which {library} "
             "does not know",
             hint=f"known are {', '.join(ALLOWED_LAYER_TYPES)}",
         )

@@ -5,6 +5,9 @@ model is tried before it is fetched, from its configuration alone: a copy with a
 a few numbers wide, takes a second.
 """
 
+# torch and transformers leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false
+
 from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.wire.errors import ModelError
@@ -109,15 +112,23 @@ def make_small_copy(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-                small, attn_implementation=attn_implementation
-            )
-        model = model.float().eval()
+            auto = cast("Any", AutoModelForCausalLM)
+            model: Any = auto.from_config(small, attn_implementation=attn_implementation)
+            draw_zeros(model.float().eval())
         with torch.no_grad():  # widths that do not fit each other show here
             model(input_ids=torch.arange(8)[None], use_cache=False)
     except Exception as error:  # of the model's class
         raise _refused(config, error) from error
     return cast("PreTrainedModel", model)
+
+
+def draw_zeros(model: Any) -> None:
+    """Give weights that begin as zeros, and sinks, random values: zeros hide what they multiply."""
+    import torch
+
+    for name, weight in model.named_parameters():
+        if "sink" in name or not weight.any():
+            torch.nn.init.normal_(weight, std=1.0 if "sink" in name else 0.1)
 
 
 def _plain_positions(rotary: Any) -> Any:

@@ -50,11 +50,16 @@ def cache_widths(text: Mapping[str, Any]) -> CacheWidths:
     """
     kinds = layer_kinds(text)
     num_own = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
-    keeps = [kind for kind in kinds[:num_own] if kind not in _WITHOUT_KEYS]
+    own: Any = text.get("per_layer_config") or {}
+    keeps = [
+        ({**text, **own.get(str(layer), {})}, kind)
+        for layer, kind in enumerate(kinds[:num_own])
+        if kind not in _WITHOUT_KEYS
+    ]
     num_recurrent = sum(kind in _RECURRENT for kind in kinds)
     conv, state = _recurrent(text) if num_recurrent else (0, 0)
     return CacheWidths(
-        token=sum(_keys_and_values(text, kind) for kind in keeps),
+        token=sum(_keys_and_values(layer, kind) for layer, kind in keeps),
         conv=num_recurrent * conv,
         state=num_recurrent * state,
         window=_window(text, kinds),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.actors.model_checks import model_checks
@@ -9,12 +10,12 @@ from tinkermq.actors.model_kind import kind_checks
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.schemas.checks import CheckResult, run_checks
 from tinkermq.schemas.config.job import JobConfig
-from transformers import Phi3Config
+from transformers.models.phi3 import Phi3Config
 
 from tests.support.refused_models import REFUSED, save_refused
 
 
-def checked(folder: Path, *, alone: bool = True, **sections: object) -> dict[str, CheckResult]:
+def checked(folder: Path, *, alone: bool = True, **sections: Any) -> dict[str, CheckResult]:
     values = {"model": {"path": str(folder)}, "env": {"game": "bandit"}, **sections}
     job = JobConfig.model_validate(values)
     checks = kind_checks(job, alone=True) if alone else model_checks(job)
@@ -54,6 +55,7 @@ def test_what_does_not_go_together_with_recurrent_layers_is_refused(tmp_path: Pa
     config = {"model_type": "lfm2", "layer_types": kinds, "vocab_size": 264, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert checked(tmp_path)["learner"].detail.startswith("a row for each sequence")
+    sections: dict[str, Any]
     for sections in (
         {"learner": {"context_parallel": 2, "ranks": 2, "slots": 2}},
         {"model": {"path": str(tmp_path), "attn_implementation": "varlen"}},

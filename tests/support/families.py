@@ -16,9 +16,9 @@ from tinkermq.actors.engine.transformers.adapters import EngineAdapter
 from tinkermq.actors.engine.transformers.decoder import FedTokens, SlotDecoder, load_decoder
 from tinkermq.actors.model_kind import kind_checks
 from tinkermq.actors.policy.layers import needs_masks
-from tinkermq.actors.policy.lora import layer_of, merge, policy_tensors
+from tinkermq.actors.policy.lora import layer_names, merge, policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy, save_model
-from tinkermq.actors.policy.small_copy import SIZES, VOCABULARY
+from tinkermq.actors.policy.small_copy import SIZES, VOCABULARY, draw_zeros
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer
 from tinkermq.actors.training.packing import pack
@@ -176,9 +176,7 @@ def make_model(family: str) -> PreTrainedModel:
     """Return a random model of `make_config`."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(family)).eval()
-    for name, weight in model.named_parameters():
-        if "sink" in name:
-            torch.nn.init.normal_(weight)
+    draw_zeros(model)
     return model
 
 
@@ -283,8 +281,7 @@ def adapt(folder: Path, decoder: SlotDecoder | None) -> str:
                 with torch.no_grad():
                     expected = plain(input_ids=ids, use_cache=False).logits[0, -1]
                 torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
-    names = {layer_of(name).rpartition(".")[2].removesuffix("_proj") for name in tensors}
-    return ", ".join(sorted(names))
+    return ", ".join(name.removesuffix("_proj") for name in layer_names(model))
 
 
 def _sequences() -> list[np.ndarray[Any, Any]]:

@@ -50,7 +50,6 @@ FAMILIES = {
     "bloom": "cannot be trained: it takes no mask for packed rows",
     "deepseek_v32": INDEX,
     "glm_moe_dsa": INDEX,
-    "falcon_mamba": "computes other logits over the slot cache",
     "minimax": OWN_CACHE,
     "recurrent_gemma": OWN_CACHE,
 }

@@ -124,6 +124,10 @@ class SlotDecoder:
         use_onednn(model, DECODED_WEIGHTS)
         self.adapters = RowAdapters(model)
         self._recorder: RouterRecorder | None = None
+        self._by_token = any(
+            hasattr(module, "A_log") and hasattr(module, "dt_proj") for module in model.modules()
+        )
+        """Whether a pass of several tokens begins recurrent states anew, as Mamba 1's does."""
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
@@ -167,7 +171,19 @@ class SlotDecoder:
         """
         most = _PREFILL_TOKENS[self.device.type]
         for batch in _batches(spans, most, equal=self.cache.is_recurrent):
-            yield batch, self._prefill_batch([spans[index] for index in batch])
+            fed = [spans[index] for index in batch]
+            if self._by_token and fed[0].start:
+                yield batch, torch.cat([self._feed_by_token(span) for span in fed])
+            else:
+                yield batch, self._prefill_batch(fed)
+
+    def _feed_by_token(self, span: FedTokens) -> torch.Tensor:
+        """Feed a span that continues a slot; return the logits of its last token [1, V]."""
+        slots, logits = np.array([span.slot]), torch.empty(0)
+        for index in range(len(span.tokens)):
+            token, position = span.tokens[index : index + 1], np.array([span.start + index])
+            logits = self.decode(token, position, adapters=[span.adapter], slots_B=slots)
+        return logits
 
     def decode(
         self,
@@ -285,6 +301,7 @@ class SlotDecoder:
         read[_cache_name(self.model)] = self.cache
         with self.adapters.using(adapters):
             output = self.model(**read, use_cache=True, logits_to_keep=1)
+        self.cache.end_pass()
         return cast("torch.Tensor", output.logits)[:, -1]
 
     def _use_slots(self) -> None:

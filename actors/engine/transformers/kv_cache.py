@@ -123,6 +123,8 @@ class _RecurrentLayer(LinearAttentionCacheLayerMixin):
         )
         self.stored: dict[tuple[str, int], torch.Tensor] = {}
         """States by kind and number, [S, ...]; made when they are first written."""
+        self._read: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Rows and states that this pass has read and not written; Mamba changes them in place."""
         self.conv_states = cast(Any, _StatesOfPass(self, "conv"))
         self.recurrent_states = cast(Any, _StatesOfPass(self, "recurrent"))
 
@@ -159,17 +161,28 @@ class _RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def read(self, key: tuple[str, int]) -> torch.Tensor:
         """Return the states of this pass's rows."""
-        return self.stored[key][self._cache.rows]
+        rows = self._cache.rows
+        states = self.stored[key][rows]
+        if rows is not None:
+            self._read[key] = rows, states
+        return states
 
     def write(self, key: tuple[str, int], states: torch.Tensor) -> None:
         """Write the states of this pass's rows."""
         rows = self._cache.rows
         if rows is None:
             return
+        self._read.pop(key, None)
         if key not in self.stored:
             size = (self._cache.num_slots, *states.shape[1:])
             self.stored[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
         self.stored[key][rows] = states.to(self.stored[key].dtype)
+
+    def end_pass(self) -> None:
+        """Store the states that the pass has changed in place."""
+        for key, (rows, states) in self._read.items():
+            self.stored[key][rows] = states
+        self._read.clear()
 
     def resize(self, num_slots: int) -> None:
         """Keep the states of this many slots."""
@@ -309,6 +322,11 @@ class SlotCache(Cache):
     def begin_scoring(self) -> None:
         """Prepare a pass that sees only its own tokens, and stores nothing."""
         self._pass = _Pass(None, None, None, None, 0, None, continues=False)
+
+    def end_pass(self) -> None:
+        """Store what the pass has changed in place."""
+        for layer in self._recurrent():
+            layer.end_pass()
 
     def update(
         self,
