@@ -15,7 +15,7 @@ from ..schemas.checks import Check, CheckSkipped
 from ..schemas.config.job import JobConfig
 from ..schemas.config.sections import LoraConfig
 from ..schemas.plan import model_refusals
-from ..schemas.plan.cache_shape import cache_widths
+from ..schemas.plan.cache_shape import cache_widths, layer_kinds
 from ..schemas.plan.memory import GIB
 from ..schemas.plan.model_shape import count_positions
 from ..schemas.wire.errors import ModelError
@@ -93,11 +93,12 @@ class _ModelKind:
 
     def layers(self) -> str:
         """Count the layers of each kind."""
-        from .policy.layers import cache_layers, reach_of_config
+        from .policy.layers import reach_of_config
 
-        kinds: list[str] = getattr(self._text, "layer_types", None) or [
-            type(layer).__name__ for layer in cache_layers(self._text)
-        ]
+        try:
+            kinds = layer_kinds(self._text.to_dict())
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckSkipped(f"config.json does not list them: {error}") from error
         counted = [f"{num} {kind.replace('_', ' ')}" for kind, num in Counter(kinds).items()]
         seen = reach_of_config(self._text).full_until
         limit = "" if seen is None else f"; windows or chunks of {seen} tokens"
@@ -174,7 +175,10 @@ class _ModelKind:
                 hollow=True,
             )
         weights: int = built.num_parameters()
-        cache = cache_widths(self._text.to_dict())
+        try:
+            cache = cache_widths(self._text.to_dict())
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckSkipped(f"config.json has no {error}: the cache is not counted") from error
         state = cache.state_bytes(2)
         return (
             f"{weights / 1e9:.3g} B weights: {weights * _STATE_BYTES / GIB:.3g} GiB to train them "
