@@ -111,15 +111,11 @@ class _ModelKind:
 
         from .policy.layers import needs_masks
         from .training.model import Scorer
-        from .training.parallel import refuse_dividing
         from .training.varlen import choose_attention, set_attention
 
         small, cpu = self._small(), torch.device("cpu")
-        if (size := self._job.learner.context_parallel) > 1:
-            refuse_dividing(small, size)
         reason = needs_masks(small)
-        configured = self._job.model.attn_implementation if reason else "auto"
-        chosen = choose_attention(configured, small.config, cpu, torch.float32, reason)
+        chosen = choose_attention("auto", small.config, cpu, torch.float32, reason)
         set_attention(small, chosen, cpu)
         if Scorer(small, temperature=1.0).one_per_row:
             return "a row for each sequence, since its recurrent layers go on to the end of a row"

@@ -117,11 +117,14 @@ def needs_masks(model: nn.Module) -> str | None:
         return "its attention has sinks"
     if reach_of_config(config).chunk is not None:
         return "its attention is chunked"
-    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+    if has_index(config):
         return "its attention chooses keys by an index, in a mask"
-    if is_recurrent(model):
-        return "it has recurrent layers, which need a row for each sequence"
     return None
+
+
+def has_index(config: Any) -> bool:
+    """Return whether layers choose the keys that they see (DeepSeek V3.2)."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def is_recurrent(model: nn.Module) -> bool:
@@ -146,6 +149,14 @@ def cache_layers(config: Any) -> list[Any]:
             hint="see layer_types in its config.json, and the widths of these kinds "
             "(sliding_window, attention_chunk_size)",
         ) from error
+
+
+def columns_as_positions(config: Any) -> int | None:
+    """Return up to which column of a row layers may take columns for positions; None: any.
+
+    Llama 4's layers without rotary positions scale their queries by the column.
+    """
+    return config.floor_scale if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def has_sinks(model: nn.Module) -> bool:

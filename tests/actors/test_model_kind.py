@@ -1,6 +1,5 @@
 """What a model is, and what computes it, is told from its configuration alone."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +45,6 @@ def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
     }
     assert results["learner"].detail.startswith("packed rows")
     assert "q_proj" in results["LoRA"].detail
-
-
-@pytest.mark.full
-def test_what_does_not_go_together_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
-    kinds = ["conv", "full_attention"]
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = {"model_type": "lfm2", "layer_types": kinds, "vocab_size": 264, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert checked(tmp_path)["learner"].detail.startswith("a row for each sequence")
-    sections: dict[str, Any]
-    for sections in (
-        {"learner": {"context_parallel": 2, "ranks": 2, "slots": 2}},
-        {"model": {"path": str(tmp_path), "attn_implementation": "varlen"}},
-    ):
-        assert "it has recurrent layers" in checked(tmp_path, **sections)["learner"].detail
 
 
 @pytest.mark.full
