@@ -37,8 +37,10 @@ def kind_checks(job: JobConfig, *, alone: bool = False) -> Iterator[Check]:
     yield Check("family", model.family, is_required=True)
     yield Check("layers", model.layers)
     yield Check("learner", model.learner)
-    if alone or job.generator.count:
+    engine = job.generator.engine if job.generator.count else "none"
+    if alone or engine == "transformers":
         yield Check("transformers engine", model.transformers_engine)
+    if alone or engine == "vllm":
         yield Check("vLLM engine", model.vllm_engine)
     if alone:
         yield Check("LoRA", model.lora)

@@ -299,9 +299,11 @@ class SlotDecoder:
         if self.cache.shape.token_bytes:
             read |= {"position_ids": positions, "attention_mask": mask}
         read[_cache_name(self.model)] = self.cache
-        with self.adapters.using(adapters):
-            output = self.model(**read, use_cache=True, logits_to_keep=1)
-        self.cache.end_pass()
+        try:
+            with self.adapters.using(adapters):
+                output = self.model(**read, use_cache=True, logits_to_keep=1)
+        finally:
+            self.cache.end_pass()
         return cast("torch.Tensor", output.logits)[:, -1]
 
     def _use_slots(self) -> None:
