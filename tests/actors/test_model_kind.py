@@ -1,10 +1,8 @@
 """What a model is, and what computes it, is told from its configuration alone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tinkermq.actors.model_checks import model_checks
 from tinkermq.actors.model_kind import kind_checks
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.schemas.checks import CheckResult, run_checks
@@ -14,21 +12,18 @@ from transformers.models.phi3 import Phi3Config
 from tests.support.refused_models import REFUSED, save_refused
 
 
-def checked(folder: Path, *, alone: bool = True, **sections: Any) -> dict[str, CheckResult]:
-    values = {"model": {"path": str(folder)}, "env": {"game": "bandit"}, **sections}
-    job = JobConfig.model_validate(values)
-    checks = kind_checks(job, alone=True) if alone else model_checks(job)
-    return {result.name: result for result in run_checks(checks)}
+def checked(folder: Path) -> dict[str, CheckResult]:
+    job = JobConfig.model_validate({"model": {"path": str(folder)}, "env": {"game": "bandit"}})
+    return {result.name: result for result in run_checks(kind_checks(job, alone=True))}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("alone", [True, False], ids=["model check", "a job"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_work_is_refused_with_the_reason_and_the_remedy(
-    name: str, alone: bool, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     said = save_refused(name, tmp_path)
-    failed = [result for result in checked(tmp_path, alone=alone).values() if not result.ok]
+    failed = [result for result in checked(tmp_path).values() if not result.ok]
     assert any(said in result.detail for result in failed), failed
     assert all(result.hint and result.code == "model" for result in failed[:1])
 

@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in QUICK else pytest.param(family, marks=pytest.mark.full)
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.long)
         for family in FAMILIES
     ],
 )
