@@ -35,7 +35,7 @@ from ..schemas.wire.errors import (
 )
 from ..schemas.wire.subjects import BUCKET_EVALS
 from . import run_records
-from .base import PoolClient, SyncTwin, listed, make_sync
+from .base import PoolClient, SyncTwin, listed, make_sync, make_twin
 from .follow import LOSS, REWARD, curve_svg, follow_run
 from .pool import Pool
 from .scheduler_client import job_failure
@@ -349,9 +349,7 @@ class Run(SyncTwin[AsyncRun]):
     end of a `with` block closes it.
     """
 
-    def __init__(self, name: str, broker_url: str, api_key: str | None = None) -> None:
-        """Name the run; see `SchedulerClient.run`."""
-        super().__init__(AsyncRun(name, broker_url, api_key))
+    __init__ = make_twin(AsyncRun)
 
     @property
     def name(self) -> str:

@@ -45,7 +45,10 @@ class AsyncSchedulerClient(base.PoolClient):
         poll_interval: float = 2.0,
         url: str = "",
     ) -> None:
-        """Name the pool's broker, `nats://host:port`, as `scheduler_url` or as `url`."""
+        """Name the pool's broker, `nats://host:port`, as `scheduler_url` or as `url`.
+
+        `timeout` bounds the wait for a job to start, in seconds.
+        """
         self.scheduler_url = base.parse_broker_url(scheduler_url or url)
         super().__init__(self.scheduler_url, api_key)
         self.timeout = timeout
@@ -279,16 +282,7 @@ class SchedulerClient(base.SyncTwin[AsyncSchedulerClient]):
     running event loop (a notebook), too; async code takes `AsyncSchedulerClient`.
     """
 
-    def __init__(
-        self,
-        scheduler_url: str = "",
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        poll_interval: float = 2.0,
-        url: str = "",
-    ) -> None:
-        """Name the pool; `timeout` bounds the wait for a job to start, in seconds."""
-        super().__init__(AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval, url))
+    __init__ = base.make_twin(AsyncSchedulerClient)
 
     @property
     def scheduler_url(self) -> str:
@@ -344,7 +338,7 @@ class AsyncPoolUsers(base.PoolClient):
     """The users of a pool, for async code; see `PoolUsers`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Name the pool's broker."""
+        """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
         super().__init__(base.parse_broker_url(url), api_key)
 
     async def list(self) -> list[UserInfo]:
@@ -395,10 +389,7 @@ class PoolUsers(base.SyncTwin[AsyncPoolUsers]):
     Raises AuthError for users without the role admin, BrokerError for a pool without users.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
-        super().__init__(AsyncPoolUsers(url, api_key))
-
+    __init__ = base.make_twin(AsyncPoolUsers)
     list = base.make_sync(AsyncPoolUsers.list)
     add = base.make_sync(AsyncPoolUsers.add)
     rotate = base.make_sync(AsyncPoolUsers.rotate)

@@ -690,7 +690,5 @@ class Versions:
         version = entry.value.version if entry else None
         if version is not None and version > record.version:
             with contextlib.suppress(ConflictError, NotFoundError, MessageError):
-                await self._jobs.update(
-                    record, lambda now: now.model_copy(update={"version": version})
-                )
+                await self._jobs.set_fields(record, version=version)
         return None if entry is None else entry.value

@@ -364,10 +364,7 @@ class Submission:
         made = (f"{stem}-{number}" for number in itertools.count(1))
         name = next(name for name in made if not self._is_taken(user, failed.job, name))
         _log.info("run_renamed", job=failed.job, name=failed.name, to=name)
-        config = {**failed.config, "name": name}
-        await self._jobs.update(
-            failed, lambda now: now.model_copy(update={"name": name, "config": config})
-        )
+        await self._jobs.set_fields(failed, name=name, config={**failed.config, "name": name})
 
     async def _free_name(
         self, user: str, job: str, config: Mapping[str, Any], kind: str, source: str = ""
