@@ -196,27 +196,21 @@ async def get_config(request: Request) -> Response:
 async def get_metrics(request: Request) -> Response:
     """Answer with the down-sampled curves of a job: some by name, or all."""
     visitor, record = await rollouts.job_of(request)
-    points = await gateway_of(request).histories.points(
-        visitor.broker,
-        record.scope,
-        names_in(request),
-        first=number_in(request, "from", 0) or 0,
-        last=number_in(request, "to"),
-    )
-    return Json(points)
+    histories, curves = gateway_of(request).histories, _curves_in(request)
+    return Json(await histories.points(visitor.broker, record.scope, **curves))
 
 
 async def get_exact_metrics(request: Request) -> Response:
     """Answer with the metrics of each step, one line of JSON each; see `history.exact_lines`."""
     visitor, record = await rollouts.job_of(request)
-    lines = exact_lines(
-        visitor.broker,
-        record.scope,
-        names_in(request),
-        first=number_in(request, "from", 0) or 0,
-        last=number_in(request, "to"),
-    )
+    lines = exact_lines(visitor.broker, record.scope, **_curves_in(request))
     return StreamingResponse(lines, media_type="application/jsonl")
+
+
+def _curves_in(request: Request) -> dict[str, Any]:
+    """Return the metrics and the steps that a query names."""
+    first, last = number_in(request, "from", 0) or 0, number_in(request, "to")
+    return {"names": names_in(request), "first": first, "last": last}
 
 
 async def get_events(request: Request) -> Response:

@@ -100,11 +100,7 @@ PLAY_FLAGS = PlayFlags()
 
 def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
     """Return the serving job of this name, if there is one, and the `env` of its run."""
-
-    async def resolve(pool: Pool) -> tuple[JobRecord | None, dict[str, Any]]:
-        return await resolve_served(pool, model)
-
-    return with_pool(url, resolve)
+    return with_pool(url, lambda pool: resolve_served(pool, model))
 
 
 async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
