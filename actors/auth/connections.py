@@ -326,10 +326,8 @@ class UserConnections:
     async def _closed(self, message: Msg) -> None:
         key, _ = _parse_event(message)
         name = self._open.pop(key, None)
-        if name is not None:
-            self._uncount(name)
-
-    def _uncount(self, name: str) -> None:
+        if name is None:
+            return
         self._count[name] -= 1
         if self._count[name] <= 0:
             del self._count[name]

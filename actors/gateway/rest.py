@@ -17,7 +17,6 @@ from ...schemas.job import JobRecord
 from ...schemas.user import (
     AddUser,
     AuditList,
-    AuditRecord,
     AuditRequest,
     NameUser,
     NewKey,
@@ -93,13 +92,11 @@ async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Resp
         shown["users"] = await all_users(visitor.broker)
         audit = AuditRequest(limit=_AUDIT_SHOWN)
         records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
-        shown["audit"] = [record for record in records if not _is_look(record)]
+        looks = ("users.list", "users.audit")  # they only record a look at this list
+        shown["audit"] = [
+            item for item in records if item.what not in looks or item.outcome != "done"
+        ]
     return render(request, "users.html", shown)
-
-
-def _is_look(record: AuditRecord) -> bool:
-    """Return whether an entry only records a look at this list."""
-    return record.what in ("users.list", "users.audit") and record.outcome == "done"
 
 
 async def form(request: Request) -> Response:

@@ -296,13 +296,13 @@ class Histories:
         history = self._histories.setdefault(scope.key, History(scope))
         self._histories.move_to_end(scope.key)
         curves = await history.curves(broker)
-        while self._too_much():
+        while self._has_too_many():
             _, oldest = self._histories.popitem(last=False)
             await oldest.close()
         shown = chart_points(curves, names, first=first, last=last)
         return {"complete": history.complete, **shown}
 
-    def _too_much(self) -> bool:
+    def _has_too_many(self) -> bool:
         held = sum(history.nbytes for history in self._histories.values())
         return len(self._histories) > max(1, self._max_jobs if held <= self._max_bytes else 1)
 

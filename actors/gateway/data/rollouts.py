@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
@@ -209,14 +210,14 @@ def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
     logprobs = trajectory.logprobs[: len(ids)].tolist()
     versions = trajectory.versions[: len(ids)].tolist()
     ends = dict(zip(trajectory.turn_ends.tolist(), trajectory.rewards.tolist(), strict=True))
-    message = texts.of(ids)
+    message, edges = texts.of(ids), -np.array(LEVELS)
     tokens = [
         {
             "id": token,
             "text": text,
             "made": bool(made),
             "logprob": logprob if made else None,
-            "level": _level(logprob) if made else None,
+            "level": int(np.searchsorted(edges, -logprob)) if made else None,
             "version": version if made else None,
             "reward": ends.get(place),
         }
@@ -229,10 +230,6 @@ def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
         "left_out": len(trajectory.token_ids) - len(ids),
         "decoded": texts.known,
     }
-
-
-def _level(logprob: float) -> int:
-    return int(np.searchsorted(-np.array(LEVELS), -logprob))
 
 
 def show_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -423,13 +420,12 @@ async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
 
 
 def _matching(entries: Iterable[LogEntry], search: RolloutFilter) -> list[LogEntry]:
-    return [entry for entry in entries if _matches(entry, search)]
-
-
-def _matches(entry: LogEntry, search: RolloutFilter) -> bool:
-    if entry.group is None:
-        return search in (EVERYTHING, RolloutFilter(errors=True))
-    return search.has(entry.group)
+    of_damaged = search in (EVERYTHING, RolloutFilter(errors=True))
+    return [
+        entry
+        for entry in entries
+        if (of_damaged if entry.group is None else search.has(entry.group))
+    ]
 
 
 def text_of(trajectory: Trajectory) -> str:
@@ -550,13 +546,14 @@ def group_row(
             "prompt": "",
             "answer": "",
         }
+    rewards = [return_of(rows) for rows in group.episodes]
     return {
         "seq": entry.seq,
         "task": group.task.task,
         "sample": group.task.sample,
         "step": step,
         "source": group.source,
-        "reward": _mean([return_of(rows) for rows in group.episodes]),
+        "reward": fmean(rewards) if rewards else None,
         "tokens": sum(trajectory.num_generated for trajectory in group.trajectories),
         "versions": _versions(group),
         "seconds": max(0.0, group.finished - group.started),
@@ -589,10 +586,6 @@ def _versions(group: Group) -> list[int]:
         min(trajectory.min_version for trajectory in group.trajectories),
         max(trajectory.max_version for trajectory in group.trajectories),
     ]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 # -- parameters of requests, the same for pages and the REST interface -----------------------------

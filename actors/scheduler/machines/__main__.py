@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ....schemas.machines import machines_config
 from ....schemas.wire.errors import DeadlineError, TinkermqError
-from .source import Machine, MachineSource
+from .source import MachineSource
 from .sources import machine_source
 
 DEADLINE_S = 45.0
@@ -42,7 +42,9 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
         await source.release_machine(machine, drain=True)
     try:
         async with asyncio.timeout(deadline_s):
-            while machines := await _begun(source):  # noqa: ASYNC110  the cluster sends no events
+            while machines := [  # noqa: ASYNC110  the cluster sends no events
+                item for item in await source.list_machines() if item.state != "asked"
+            ]:
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         left = ", ".join(f"{item.name} ({item.id})" for item in machines)
@@ -50,10 +52,6 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
             f"machines have not ended after {deadline_s:g} s: {left}",
             hint="they are still draining; end them in the cluster by their ids",
         ) from error
-
-
-async def _begun(source: MachineSource) -> list[Machine]:
-    return [item for item in await source.list_machines() if item.state != "asked"]
 
 
 if __name__ == "__main__":
