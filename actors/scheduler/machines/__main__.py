@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -> None:
+async def give_all_back(source: MachineSource) -> None:
     """Return the machines of a pool; raises DeadlineError with those that have not ended.
 
     Requests that never started are printed and not awaited: Ray drops them.
@@ -41,7 +41,7 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
     for machine in machines:
         await source.release_machine(machine, drain=True)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(DEADLINE_S):
             while machines := [  # noqa: ASYNC110  the cluster sends no events
                 item for item in await source.list_machines() if item.state != "asked"
             ]:
@@ -49,7 +49,7 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
     except TimeoutError as error:
         left = ", ".join(f"{item.name} ({item.id})" for item in machines)
         raise DeadlineError(
-            f"machines have not ended after {deadline_s:g} s: {left}",
+            f"machines have not ended after {DEADLINE_S:g} s: {left}",
             hint="they are still draining; end them in the cluster by their ids",
         ) from error
 
