@@ -64,7 +64,7 @@ def add(
         Share of the pool relative to other waiting users.
     """
     request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
-    return _show_key(_request_reply(common, "add", request, NewKey), as_json=common.json)
+    return _show_new_key(common, "add", request)
 
 
 def list_users(*, common: Common = COMMON) -> int:
@@ -85,8 +85,7 @@ def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int
     days
         Days until the new key expires; 0: never.
     """
-    reply = _request_reply(common, "rotate", RotateKey(user=user, days=days), NewKey)
-    return _show_key(reply, as_json=common.json)
+    return _show_new_key(common, "rotate", RotateKey(user=user, days=days))
 
 
 def revoke(user: str, /, *, common: Common = COMMON) -> int:
@@ -259,8 +258,7 @@ def register(user: str, /, *, common: Common = COMMON) -> int:
         raise AuthError(
             "no invitation was given", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
         )
-    reply = _request_reply(common, "register", Register(code=code, user=user), NewKey, api_key=code)
-    return _show_key(reply, as_json=common.json)
+    return _show_new_key(common, "register", Register(code=code, user=user), api_key=code)
 
 
 def _request_reply(
@@ -273,8 +271,11 @@ def _request_reply(
     )
 
 
-def _show_key(reply: NewKey, *, as_json: bool) -> int:
-    if as_json:
+def _show_new_key(
+    common: Common, method: str, request: Message, *, api_key: str | None = None
+) -> int:
+    reply = _request_reply(common, method, request, NewKey, api_key=api_key)
+    if common.json:
         print_json({"user": reply.user, "api_key": reply.secret, "expires": reply.expires})
     else:
         print_text(

@@ -143,7 +143,8 @@ class TinkerApi:
         model = requests.new_model(body)
         base = requests.text_in(body, "base_model")
         job = await self._trainers.job_of_base(visitor.broker, base)
-        return await self._submit(visitor, job, "create_model", OperationName(model, 0), raw)
+        name = OperationName(model, 0)
+        return await self._submit(visitor, "create_model", name, raw, job=job)
 
     async def load_weights(self, request: Request) -> Response:
         """Make a model from a checkpoint, or load one into a model."""
@@ -154,13 +155,13 @@ class TinkerApi:
             try:
                 await self._trainers.source(visitor.broker, path)
             except errors.NotFoundError:
-                await self._operate(visitor, "load_weights", number, _NOTHING)
+                await self._submit(visitor, "load_weights", number, _NOTHING)
                 raise
-            return await self._operate(visitor, "load_weights", number, raw)
+            return await self._submit(visitor, "load_weights", number, raw)
         source = await self._trainers.source(visitor.broker, path)
         name = OperationName(requests.new_model(body), 0)
         job = await self._trainers.job_of_checkpoint(visitor.broker, source)
-        return await self._submit(visitor, job, "load_weights", name, raw)
+        return await self._submit(visitor, "load_weights", name, raw, job=job)
 
     async def get_info(self, request: Request) -> Response:
         """Return information about a model."""
@@ -221,16 +222,16 @@ class TinkerApi:
         try:
             requests.check_size(raw)
         except HTTPException:
-            await self._operate(visitor, "forward_backward", name, _NOTHING)
+            await self._submit(visitor, "forward_backward", name, _NOTHING)
             raise
-        return await self._operate(
+        return await self._submit(
             visitor, "forward_backward", name, raw, is_zstd=encoding == "zstd"
         )
 
     async def operation(self, kind: OperationKind, request: Request) -> Response:
         """Submit another operation on a model."""
         visitor, raw, body = await requests.visitor_and_body(request)
-        return await self._operate(visitor, kind, requests.name_of_json(body), raw)
+        return await self._submit(visitor, kind, requests.name_of_json(body), raw)
 
     async def retrieve_future(self, request: Request) -> Response:
         """Wait for a result and return it, or 408 after a while."""
@@ -318,28 +319,18 @@ class TinkerApi:
             return JSONResponse({"detail": error.message}, _GONE)
         return requests.answered(str(name), result)
 
-    async def _operate(
-        self,
-        visitor: Visitor,
-        kind: OperationKind,
-        name: OperationName,
-        raw: bytes,
-        *,
-        is_zstd: bool = False,
-    ) -> Response:
-        job = await self._trainers.job_of_model(visitor.broker, name.model)
-        return await self._submit(visitor, job, kind, name, raw, is_zstd=is_zstd)
-
     async def _submit(
         self,
         visitor: Visitor,
-        job: str,
         kind: OperationKind,
         name: OperationName,
         raw: bytes,
         *,
+        job: str = "",
         is_zstd: bool = False,
     ) -> Response:
+        """Submit an operation to the trainer `job`, by default the one that has its model."""
+        job = job or await self._trainers.job_of_model(visitor.broker, name.model)
         operation = ModelOperation(
             kind=kind, model=str(name.model), seq=name.seq, body=raw, is_zstd=is_zstd
         )
