@@ -151,8 +151,8 @@ class Detached(KeyboardInterrupt, SystemExit):
 class SyncTwin(Generic[A]):
     """A synchronous client: a context manager around the async client that does the work.
 
-    `make_twin` makes its constructor, and `make_sync` and `make_future` its methods, from those of
-    the async client, with the same signatures and docstrings.
+    `make_sync` and `make_future` make its methods from those of the async client, with the same
+    signatures and docstrings.
     """
 
     def __init__(self, aio: A) -> None:
@@ -168,16 +168,6 @@ class SyncTwin(Generic[A]):
     def close(self) -> None:
         """Close the connection; jobs keep running."""
         shared_loop().run(self.aio.close())
-
-
-def make_twin(client: Callable[P, A]) -> Callable[Concatenate[SyncTwin[A], P], None]:
-    """Return the constructor of a synchronous client, which makes its async client."""
-
-    @functools.wraps(client.__init__)
-    def init(twin: SyncTwin[A], *args: P.args, **kwargs: P.kwargs) -> None:
-        SyncTwin.__init__(twin, client(*args, **kwargs))
-
-    return init
 
 
 def make_sync(

@@ -35,7 +35,7 @@ from ..schemas.wire.errors import (
 )
 from ..schemas.wire.subjects import BUCKET_EVALS
 from . import run_records
-from .base import PoolClient, SyncTwin, listed, make_sync, make_twin
+from .base import PoolClient, SyncTwin, listed, make_sync
 from .follow import LOSS, REWARD, curve_svg, follow_run
 from .pool import Pool
 from .scheduler_client import job_failure
@@ -345,7 +345,9 @@ class Run(SyncTwin[AsyncRun]):
     end of a `with` block closes it.
     """
 
-    __init__ = make_twin(AsyncRun)
+    def __init__(self, name: str, broker_url: str, api_key: str | None = None) -> None:
+        """Name the run; see `SchedulerClient.run`."""
+        super().__init__(AsyncRun(name, broker_url, api_key))
 
     @property
     def name(self) -> str:

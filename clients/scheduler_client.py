@@ -45,10 +45,7 @@ class AsyncSchedulerClient(base.PoolClient):
         poll_interval: float = 2.0,
         url: str = "",
     ) -> None:
-        """Name the pool's broker, `nats://host:port`, as `scheduler_url` or as `url`.
-
-        `timeout` bounds the wait for a job to start, in seconds.
-        """
+        """Name the pool's broker, `nats://host:port`, as `scheduler_url` or as `url`."""
         self.scheduler_url = base.parse_broker_url(scheduler_url or url)
         super().__init__(self.scheduler_url, api_key)
         self.timeout = timeout
@@ -282,7 +279,16 @@ class SchedulerClient(base.SyncTwin[AsyncSchedulerClient]):
     running event loop (a notebook), too; async code takes `AsyncSchedulerClient`.
     """
 
-    __init__ = base.make_twin(AsyncSchedulerClient)
+    def __init__(
+        self,
+        scheduler_url: str = "",
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+        url: str = "",
+    ) -> None:
+        """Name the pool; `timeout` bounds the wait for a job to start, in seconds."""
+        super().__init__(AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval, url))
 
     @property
     def scheduler_url(self) -> str:
@@ -338,7 +344,7 @@ class AsyncPoolUsers(base.PoolClient):
     """The users of a pool, for async code; see `PoolUsers`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
+        """Name the pool's broker."""
         super().__init__(base.parse_broker_url(url), api_key)
 
     async def list(self) -> list[UserInfo]:
@@ -389,7 +395,10 @@ class PoolUsers(base.SyncTwin[AsyncPoolUsers]):
     Raises AuthError for users without the role admin, BrokerError for a pool without users.
     """
 
-    __init__ = base.make_twin(AsyncPoolUsers)
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
+        super().__init__(AsyncPoolUsers(url, api_key))
+
     list = base.make_sync(AsyncPoolUsers.list)
     add = base.make_sync(AsyncPoolUsers.add)
     rotate = base.make_sync(AsyncPoolUsers.rotate)

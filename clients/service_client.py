@@ -18,7 +18,7 @@ from ..schemas.local.tracking import ConsoleTracker, TrackedRun, Tracker, make_t
 from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
-from .base import PoolClient, SyncTwin, listed, make_future, make_sync, make_twin, parse_server_url
+from .base import PoolClient, SyncTwin, listed, make_future, make_sync, parse_server_url
 from .follow import REWARD, follow_run
 from .hosting.environments import HostedEnvironment
 from .opentinker import as_tree, translate, warn_needless
@@ -45,14 +45,8 @@ class AsyncServiceClient(PoolClient):
         api_key: str | None = None,
         config: Any = None,
     ) -> None:
-        """Name the job by the `server_url` that `submit_job` returned.
-
-        `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
-        `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
-        is that of the job's owner; default: $TINKERMQ_API_KEY. `config` is not used: the trackers
-        get the job's own configuration.
-        """
-        del config
+        """Name the job by the `server_url` that `submit_job` returned."""
+        del config  # trackers get the job's own
         self._address = parse_server_url(server_url)
         super().__init__(self._address.broker_url, api_key, self._address.scope.user)
         self._project_name = project_name
@@ -221,7 +215,27 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
     Works inside a running event loop (a notebook), too; async code takes `AsyncServiceClient`.
     """
 
-    __init__ = make_twin(AsyncServiceClient)
+    def __init__(
+        self,
+        server_url: str,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        logger_backends: str | Sequence[str] | None = None,
+        api_key: str | None = None,
+        config: Any = None,
+    ) -> None:
+        """Name the job by the `server_url` that `submit_job` returned.
+
+        `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
+        `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
+        is that of the job's owner; default: $TINKERMQ_API_KEY. `config` is not used: the trackers
+        get the job's own configuration.
+        """
+        super().__init__(
+            AsyncServiceClient(
+                server_url, project_name, experiment_name, logger_backends, api_key, config
+            )
+        )
 
     @property
     def server_url(self) -> str:

@@ -8,6 +8,7 @@ large, goes from the server directly to the guest.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -117,8 +118,12 @@ class StorageBounds:
         self._broker = broker
         self._known = known
         self._jobs = JobStore(broker)
-        self._keys: TTLCache[str, set[str], float] = TTLCache(_MAX_KNOWN, _COUNTED_S)
-        self._records: TTLCache[tuple[str, str], JobRecord, float] = TTLCache(_MAX_KNOWN, _KNOWN_S)
+        self._keys: TTLCache[str, set[str], float] = TTLCache(
+            _MAX_KNOWN, _COUNTED_S, time.monotonic
+        )
+        self._records: TTLCache[tuple[str, str], JobRecord, float] = TTLCache(
+            _MAX_KNOWN, _KNOWN_S, time.monotonic
+        )
 
     async def check(self, guest: Guest, subject: str, num_bytes: int) -> None:
         """Raise MessageError, NotFoundError or QuotaError if a guest may not add the message."""
@@ -190,7 +195,7 @@ class StoreProxy:
         self._broker = broker
         self._audit = audit
         self._bounds = bounds
-        self._known: TTLCache[str, bool, float] = TTLCache(_MAX_KNOWN, _KNOWN_S)
+        self._known: TTLCache[str, bool, float] = TTLCache(_MAX_KNOWN, _KNOWN_S, time.monotonic)
         """Streams that exist."""
         self.share = FairQueue()
         """Requests of guests, who take turns."""

@@ -118,10 +118,11 @@ def make_model(
     }
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **settings, **_of_kind(kind, width, layers, width // heads))
+        config = AutoConfig.for_model(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+            kind, **settings, **_of_kind(kind, width, layers, width // heads)
         )
-    return model.eval()
+        models: Any = AutoModelForCausalLM
+        return models.from_config(config).eval()
 
 
 def _of_kind(kind: TinyKind, width: int, layers: int, head: int) -> dict[str, Any]:

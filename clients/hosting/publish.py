@@ -26,7 +26,7 @@ from ...schemas.task import Task
 from ...schemas.wire import errors
 from ...schemas.wire.codec import most_bytes
 from ...schemas.wire.message import Message, summarize
-from ..base import PoolClient, SyncTwin, make_future, make_sync, make_twin, parse_server_url
+from ..base import PoolClient, SyncTwin, make_future, make_sync, parse_server_url
 
 R = TypeVar("R", bound=Message)
 
@@ -206,7 +206,12 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
     It works inside a running event loop, too; use `AsyncTrajectoryPublisher` in async code.
     """
 
-    __init__ = make_twin(AsyncTrajectoryPublisher)
+    def __init__(
+        self, server_url: str, *, source: str = "external", api_key: str | None = None
+    ) -> None:
+        """Name the job by its `server_url`, and the agent by `source`."""
+        super().__init__(AsyncTrajectoryPublisher(server_url, source=source, api_key=api_key))
+
     publish_group = make_sync(AsyncTrajectoryPublisher.publish_group)
     publish_group_future = make_future(AsyncTrajectoryPublisher.publish_group)
     publish_tasks = make_sync(AsyncTrajectoryPublisher.publish_tasks)

@@ -15,7 +15,7 @@ from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
 from .. import validation
-from ..base import SyncTwin, make_sync, make_twin
+from ..base import SyncTwin, make_sync
 from ..home import find_openai
 from ..opentinker import as_tree, translate, warn_needless
 from ..pool import Pool, is_token
@@ -181,10 +181,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         *,
         url: str = "",
     ) -> None:
-        """Connect to the pool's broker; `gateway_url` is its gateway, if it cannot be found.
-
-        `timeout` bounds the wait for a served model, in seconds.
-        """
+        """Connect to the pool's broker; `gateway_url` is its gateway, if it cannot be found."""
         super().__init__(scheduler_url, api_key, timeout, poll_interval, url=url)
         self._gateway = gateway_url
 
@@ -245,7 +242,23 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
 class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
     """Serves models on a pool. Works inside a running event loop, too."""
 
-    __init__ = make_twin(AsyncInferenceSchedulerClient)
+    def __init__(
+        self,
+        scheduler_url: str = "",
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+        gateway_url: str | None = None,
+        *,
+        url: str = "",
+    ) -> None:
+        """Connect to a pool; `timeout` bounds the wait for a served model, in seconds."""
+        super().__init__(
+            AsyncInferenceSchedulerClient(
+                scheduler_url, api_key, timeout, poll_interval, gateway_url, url=url
+            )
+        )
+
     submit_inference_job = make_sync(
         AsyncInferenceSchedulerClient.submit_inference_job,
         AsyncInferenceSchedulerClient.describe_detached,

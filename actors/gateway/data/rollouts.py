@@ -210,14 +210,14 @@ def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
     logprobs = trajectory.logprobs[: len(ids)].tolist()
     versions = trajectory.versions[: len(ids)].tolist()
     ends = dict(zip(trajectory.turn_ends.tolist(), trajectory.rewards.tolist(), strict=True))
-    message, edges = texts.of(ids), -np.array(LEVELS)
+    message = texts.of(ids)
     tokens = [
         {
             "id": token,
             "text": text,
             "made": bool(made),
             "logprob": logprob if made else None,
-            "level": int(np.searchsorted(edges, -logprob)) if made else None,
+            "level": _level(logprob) if made else None,
             "version": version if made else None,
             "reward": ends.get(place),
         }
@@ -230,6 +230,10 @@ def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
         "left_out": len(trajectory.token_ids) - len(ids),
         "decoded": texts.known,
     }
+
+
+def _level(logprob: float) -> int:
+    return int(np.searchsorted(-np.array(LEVELS), -logprob))
 
 
 def show_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,9 +167,11 @@ def slots_of(actors: Sequence[ActorPlacement]) -> int:
 
 def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
     """Return a node's description of an actor to run."""
-    threads = dict.fromkeys(("learner", "rank", "trainer"), config.learner.threads)
-    engines = ("generator", "evaluator", "server", "sampler")
-    threads |= dict.fromkeys(engines, config.generator.threads)
+    threads = 1
+    if actor.role in ("learner", "rank", "trainer"):
+        threads = config.learner.threads
+    elif actor.role in ("generator", "evaluator", "server", "sampler"):
+        threads = config.generator.threads
     data = [*config.env.train_data, *config.env.val_data]
     return WantedActor(
         user=record.user,
@@ -184,7 +186,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         own_folders=record.own_folders,
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config) if actor.role == "environment" else None,
-        threads=threads.get(actor.role, 1),
+        threads=threads,
         secrets=bool(secrets_of(record, actor)),
         max_restarts=config.limits.max_restarts,
     )
