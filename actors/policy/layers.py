@@ -127,6 +127,14 @@ def is_recurrent(config: Any) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
+def columns_as_positions(config: Any) -> int | None:
+    """Return up to which column of a row layers may take columns for positions; None: any.
+
+    Llama 4's layers without rotary positions scale their queries by the column.
+    """
+    return config.floor_scale if getattr(config, "attn_temperature_tuning", False) else None
+
+
 def has_sinks(model: nn.Module) -> bool:
     """Return whether heads have a sink; transformers names their parameters alike."""
     return any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())

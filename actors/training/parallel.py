@@ -459,10 +459,6 @@ class Parallel:
                 dist.broadcast(value, 0)
             tensor.copy_(value)
 
-    def largest(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
-        return max(self.gather(number))
-
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         if self.size == 1:
