@@ -102,7 +102,7 @@ def load_model(
         )
     else:
         model = _load(config, path, hollow=hollow)
-        if not hollow:
+        if not (hollow or config.trust_remote_code):  # a model's own code may need its weights
             _freeze_as_its_class(model, config, path)
     return _prepare(model, learner, path)
 
@@ -245,7 +245,7 @@ class Scorer:
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
-        self.shares_columns = not is_recurrent(config)
+        self.shares_columns = not is_recurrent(model)
         """Whether sequences of a row may share columns: not if the model has recurrent layers."""
         self.one_per_row = False
         """Whether each row holds one sequence, since a state would go on into the next one."""
