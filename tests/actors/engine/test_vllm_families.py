@@ -6,13 +6,15 @@ import pytest
 import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.schemas.config.sections import LoraConfig
-from tinkermq.schemas.plan.vllm_models import NOT_ON_CPUS, REFUSED
+from tinkermq.schemas.plan.model_refusals import VLLM_REFUSALS
 
 from tests.support.families import FAMILIES
 from tests.support.models import adapted
 from tests.support.vllm_families import Served, make, moved, published, served
 
 pytestmark = pytest.mark.vllm
+NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "olmo_hybrid")
+"""Families whose sparse or linear attention vLLM's CPU build lacks."""
 KINDS = (
     "deepseek_v3",
     "exaone_moe",
@@ -43,7 +45,7 @@ def test_a_family_has_the_log_probs_of_its_own_pass_in_vllm_and_after_new_weight
 ) -> None:
     model = make(family)
     model.save_pretrained(tmp_path)
-    if family in REFUSED or family in NOT_ON_CPUS:
+    if family in VLLM_REFUSALS or family in NOT_ON_CPUS:
         refused = pytest.raises((ValueError, RuntimeError, NotImplementedError, AttributeError))
         with refused, served(tmp_path):
             pass
@@ -68,7 +70,7 @@ def _check_refusals(vllm: Served, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("family", _params(ADAPTED))
 def test_an_adapter_has_the_log_probs_of_the_learner_in_vllm(family: str, tmp_path: Path) -> None:
-    if family in REFUSED or family in NOT_ON_CPUS:
+    if family in VLLM_REFUSALS or family in NOT_ON_CPUS:
         pytest.skip("vLLM does not compute it here")
     make(family).save_pretrained(tmp_path)
     config = LoraConfig(rank=4)
