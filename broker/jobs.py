@@ -241,6 +241,10 @@ class JobStore:
             await self._copy(entry.value)
         return entry.value
 
+    async def set_fields(self, record: JobRecord, **fields: Any) -> JobRecord:
+        """Replace fields of a record, other than its state, as `update` does."""
+        return await self.update(record, lambda now: now.model_copy(update=fields))
+
     async def _copy(self, record: JobRecord) -> bool:
         """Write the copy of a record, without events; return whether it was written.
 
@@ -319,6 +323,19 @@ class JobStore:
         await self._jobs.delete(entry.key, revision=entry.revision)
         return away
 
+    async def rename(self, record: JobRecord, name: str) -> JobRecord:
+        """Give a run that has ended, archived or not, another name."""
+        named = {"name": name, "config": {**record.config, "name": name}}
+        if record.archived is None:
+            return await self.update(record, lambda now: now.model_copy(update=named))
+
+        def changed(archived: JobRecord | None) -> JobRecord:
+            if archived is None:
+                raise NotFoundError(f"job {record.job} is not archived any more", hint="try again")
+            return archived.model_copy(update=named)
+
+        return (await self._archive.change(record.scope.key, changed)).value
+
     async def take_back(self, record: JobRecord, removal: Removal) -> JobRecord:
         """Move the record of an archived job back, marked with the request `removal`.
 
@@ -329,9 +346,7 @@ class JobStore:
         try:
             self._wrote(Entry(key, marked, await self._jobs.create(key, marked)))
         except ConflictError:  # an earlier attempt of the same request
-            marked = await self.update(
-                record, lambda now: now.model_copy(update={"removal": removal})
-            )
+            marked = await self.set_fields(record, removal=removal)
         await self._archive.purge(key)
         await self._copy(marked)
         return marked

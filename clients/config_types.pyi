@@ -439,7 +439,7 @@ class LoraConfigDict(TypedDict, total=False):
     alpha: int
     """Adapters are scaled by alpha / rank."""
     targets: Literal['all-linear'] | list[str]
-    """Names of the adapted linear layers (`[q_proj, v_proj]`); all-linear: all but the output layer."""
+    """Names of the adapted linear layers (`[q_proj, v_proj]`); all-linear: all but the output layer, MLPs of a model with experts, and state spaces' `out_proj` ([families](models.md))."""
     exclude: list[str]
     """Names of layers without an adapter."""
     rank_pattern: dict[str, int]
@@ -551,7 +551,7 @@ class SelfPlayConfigDict(TypedDict, total=False):
 
 class WeightsConfigDict(TypedDict, total=False):
     transport: Literal['auto', 'object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: [from memory to memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: [from memory to memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generators have GPUs (in a pool with users: share one), else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int

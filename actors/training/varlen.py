@@ -249,11 +249,13 @@ def _is_installed(module: str) -> bool:
 
 
 def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
-    """Set the attention kernel of a model's text layers.
+    """Set the attention kernel of a model's text layers and vision tower.
 
-    Raises ConfigError if it is not installed.
+    With sdpa the tower's stays: transformers calls it for each window of an image. Raises
+    ConfigError if the kernel is not installed.
     """
-    config = cast(Any, model).config.get_text_config()
+    whole: Any = cast(Any, model).config
+    config = whole.get_text_config()
     if chosen == "sdpa":
         with_more = has_sinks(model) or _is_capped(config)
         config._attn_implementation = WITH_SINKS if with_more else "sdpa"
@@ -266,6 +268,10 @@ def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
         activate_newest_flash(torch.cuda.get_device_capability(device))
     register_kernel(f"{_NAME}{chosen}", kernel)
     config._attn_implementation = f"{_NAME}{chosen}"
+    if (tower := getattr(whole, "vision_config", None)) is not None:
+        # For names with "flash", transformers calls it once with the lengths of all windows.
+        register_kernel(f"{_NAME}flash_{chosen}", kernel)
+        tower._attn_implementation = f"{_NAME}flash_{chosen}"
 
 
 def register_kernel(name: str, kernel: VarlenKernel) -> None:
@@ -303,9 +309,13 @@ def _attend(
     max_length_q: int = 0,
     max_length_k: int = 0,
     key_columns: Tensor | None = None,
+    is_causal: bool | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers; without lengths, each row is one sequence."""
+    """Compute attention for transformers; without lengths, each row is one sequence.
+
+    It is causal, except that of vision towers.
+    """
     rows, _, length, _ = query_BHTD.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(
@@ -328,7 +338,10 @@ def _attend(
         max_length_k,
         scale=scaling,
         # A window of w columns includes the query's own.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(
+            -1 if sliding_window is None else sliding_window - 1,
+            -1 if is_causal is False else 0,
+        ),
         enable_gqa=query.shape[1] != key.shape[1],
         **({"softcap": softcap} if softcap else {}),
     )

@@ -19,7 +19,7 @@ def show(config: Path, /, *overrides: str, json: bool = False) -> int:
     Parameters
     ----------
     config
-        YAML file; examples/ has one for each game.
+        YAML file; the repository's examples/ has one for each game.
     overrides
         `section.key=value`, such as `learner.lr=1e-5`.
     json
@@ -113,7 +113,7 @@ def plan(
     Parameters
     ----------
     config
-        YAML file; examples/ has one for each game.
+        YAML file; the repository's examples/ has one for each game.
     overrides
         `section.key=value`, such as `learner.ranks=4`.
     gpus
@@ -143,7 +143,7 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
     """Return the plan of a job; ConfigError or ModelError for a job that cannot be planned."""
     from ...schemas.plan.cards import parse_cards
     from ...schemas.plan.plan import make_plan
-    from ...schemas.plan.settings import find_models, refuse_long_contexts
+    from ...schemas.plan.settings import find_models, refuse_models
     from ...schemas.wire.errors import ConfigError, ModelError
 
     cards = parse_cards(gpus)
@@ -161,5 +161,5 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
             hint="give a folder, or fetch the model to the hub's cache (`hf download NAME "
             "config.json`)",
         )
-    refuse_long_contexts(job)
+    refuse_models(job)
     return make_plan(job, models, cards, reached)

@@ -39,6 +39,8 @@ _UNUSABLE = 0.04
 _GRAPHS_BYTES = GIB
 VLLM_SHARE = 0.92
 """vLLM's share of a card that it does not share."""
+VERSIONS_IN_MEMORY = 3
+"""Versions of new weights that a sender holds: the newest two, and the one being published."""
 TRANSFER_BYTES = 2 * 64 * _MIB
 """Two buckets of weights in transfer."""
 
@@ -84,6 +86,8 @@ class LearnerLoad:
     """The reference and teachers that the learner loads."""
     image_tokens: int = 0
     """Tokens of a pass that are images, at most."""
+    published_bytes: int = 0
+    """Bytes of a version of new weights."""
 
     @property
     def trained(self) -> int:
@@ -106,13 +110,17 @@ def learner_load(
     on_gpu: bool = True,
     updated: Iterable[ModelShape] = (),
     frozen: Iterable[ModelShape] = (),
+    roles: Iterable[ModelShape] = (),
     adapter: int | None = None,
 ) -> LearnerLoad:
     """Return the load of one rank of a job's learner, from its configuration.
 
-    `adapter` is the number of its adapter's weights, if they were counted.
+    `roles` are the policies of other roles, which are also `updated`; `adapter` is the number of
+    its adapter's weights, if they were counted.
     """
     learner, lora = job.learner, job.lora
+    published = [adapter_weights(job, model) or model.weights for model in (shape, *roles)]
+    published_width = 4 if job.published_dtype(on_gpu=on_gpu) == "float32" else 2
     dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
     attention = job.model.attn_implementation
     reads_lengths = attention == "auto" and on_gpu and dtype == "bfloat16"
@@ -135,6 +143,7 @@ def learner_load(
         updated=tuple(updated),
         frozen=tuple(frozen),
         image_tokens=0 if shape.vision is None else image_tokens(job, microbatch_tokens),
+        published_bytes=published_width * sum(published) if job.generator.count else 0,
     )
 
 
@@ -251,7 +260,8 @@ def host_terms(load: LearnerLoad) -> list[Term]:
     """Return a learner rank's use of host memory besides its own process.
 
     A checkpoint is written from a copy of all trained tensors; with several ranks, the first
-    gathers all weights.
+    gathers all weights. It also holds versions of new weights, in pinned memory, of which torch
+    takes powers of two.
     """
     weights = _MASTER_BYTES * (load.trained + sum(model.weights for model in load.updated))
     copied = (weights + _state_bytes(load)) // load.shards
@@ -260,6 +270,10 @@ def host_terms(load: LearnerLoad) -> list[Term]:
         Term("weights for a checkpoint, on the first rank", weights if load.is_sharded else 0),
         Term("activations", _inputs(load) if load.offload_activations else 0),
     ]
+    if load.on_gpu and load.published_bytes:
+        pinned = 1 << (load.published_bytes - 1).bit_length()
+        name = "versions of new weights" + (", on the first rank" if load.ranks > 1 else "")
+        terms.append(Term(name, VERSIONS_IN_MEMORY * pinned))
     return [term for term in terms if term.num_bytes]
 
 
@@ -403,9 +417,24 @@ class EngineLoad:
 
     @property
     def token_bytes(self) -> int:
-        """KV cache of one token on one card."""
-        heads = max(1, self.shape.kv_heads // self.cards)
-        return 2 * self.shape.layers * heads * self.shape.head_size * self.cache_bytes
+        """KV cache of one token on one card; cards divide heads, and what is latent has none.
+
+        The transformers engine holds all tokens in layers that see a window, too.
+        """
+        cache = self.shape.cache
+        divided = 1 if cache.is_latent else max(1, min(self.cards, self.shape.kv_heads))
+        return cache.token_bytes(self.cache_bytes) // divided
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent states of one request on one card."""
+        return self.shape.cache.state_bytes(self.cache_bytes) // self.cards
+
+    @property
+    def num_snapshots(self) -> int:
+        """Prompts or conversations of half the context that `earlier turns` holds."""
+        each = self.state_bytes + self.token_bytes * self.max_context // 2
+        return _PREFIX_CACHE_BYTES // max(1, each)
 
 
 def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
@@ -432,6 +461,9 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
             Term("weights of the next version", weights, "set generator.engine=vllm"),
             Term("earlier turns", _PREFIX_CACHE_BYTES),
         ]
+    if load.state_bytes:
+        states = load.state_bytes * load.max_requests
+        terms.append(Term("recurrent states", states, "lower generator.max_requests"))
     usable = usable_bytes(memory_bytes, load.share)
     left = max(0, usable - sum(term.num_bytes for term in terms))
     cache = load.kv_cache_bytes or min(

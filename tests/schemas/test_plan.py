@@ -1,6 +1,7 @@
 """A plan says what fits on which GPUs, chooses settings that do, and names what does not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinkermq.schemas.plan.cards import CardSet, find_card, known_cards, parse_c
 from tinkermq.schemas.plan.model_shape import find_max_positions, find_shape, shape_of
 from tinkermq.schemas.plan.plan import (
     Efficiencies,
+    ModelUse,
     Plan,
     make_plan,
     plan_for_pool,
@@ -19,7 +21,7 @@ from tinkermq.schemas.plan.settings import (
     GpuUse,
     choose_engine_settings,
     find_models,
-    refuse_long_contexts,
+    refuse_models,
     with_engine_settings,
     with_memory_share,
 )
@@ -204,6 +206,7 @@ def test_a_plan_tells_the_machine_s_memory_that_a_checkpoint_takes(models: Path)
     assert plan.to_map()["actors"][0]["host_terms"] == {
         "copy for a checkpoint": 12 * weights // 4,
         "weights for a checkpoint, on the first rank": 4 * weights,
+        "versions of new weights, on the first rank": 3 << 34,  # of 15.2 GB, pinned
     }
     assert "of the machine's memory, for each rank: 21.3 GiB copy for a checkpoint, " in "\n".join(
         plan.lines()
@@ -614,24 +617,64 @@ def test_sequences_longer_than_a_model_of_the_job_are_refused(
     model_of(tmp_path / "short", 1024)
     model = model_of(tmp_path / "long", 2048)
     lengths = {"max_prompt_tokens": 1024, "max_response_tokens": 1024, "max_turn_tokens": 64}
-    refuse_long_contexts(job_of(model, rollout=lengths, generator={"max_context": 2048}))
+    refuse_models(job_of(model, rollout=lengths, generator={"max_context": 2048}))
     changed = {name: {**value} for name, value in sections.items()}
     changed["rollout"] = {**lengths, **sections.get("rollout", {})}
     with pytest.raises(
         ModelError, match=r"of up to 20\d\d tokens .* positions for (1024|2048)"
     ) as it:
-        refuse_long_contexts(job_of(model, **changed))
+        refuse_models(job_of(model, **changed))
     assert "rollout.max_prompt_tokens" in it.value.hint
 
 
 def test_lengths_of_unknown_models_and_of_rows_are_not_judged(tmp_path: Path) -> None:
-    refuse_long_contexts(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
+    refuse_models(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
     model = model_of(tmp_path / "short", 64)
-    refuse_long_contexts(
+    refuse_models(
         job_of(model, tinker={"base": "org/base"}, env={"game": "", "hosts": 0, "num_val": 0})
     )
     rows = {"sft": {"data": ["chats.jsonl"]}, "env": {"game": "", "hosts": 0, "num_val": 0}}
-    refuse_long_contexts(job_of(model, **rows))
+    refuse_models(job_of(model, **rows))
+
+
+def test_a_plan_tells_what_a_request_holds_of_windows_latents_and_states(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+    }
+    hybrid = {
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    window = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 128}
+    told = {}
+    for name, layers in {"hybrid": hybrid, "latent": latent, "window": window}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": name, **sizes, **layers})
+        )
+        plan = plan_of(job_of(tmp_path / name, generator={"engine": "transformers"}), "2xH100")
+        told[name] = plan.to_map()["request"] | {"line": plan.lines()}
+    # One layer of keys and values; three states of 4 x 8 x 8, and convolutions over 2 x 16 + 32.
+    assert told["hybrid"]["token_bytes"] == 2 * 2 * 16 * 2
+    assert told["hybrid"]["state_bytes"] == 3 * (4 * 4 * 8 * 8 + 2 * 4 * (2 * 16 + 32))
+    held = told["hybrid"]["state_bytes"] + told["hybrid"]["token_bytes"] * 1024
+    assert told["hybrid"]["snapshots"] == GIB // held
+    assert told["latent"]["token_bytes"] == 2 * (32 + 8) * 2
+    assert told["window"]["token_bytes"] == 2 * 2 * 64 * 2
+    assert any("window of 128" in line for line in told["window"]["line"])
+    assert any("recurrent states" in line for line in told["hybrid"]["line"])
 
 
 # -- times -----------------------------------------------------------------------------------------
@@ -652,7 +695,28 @@ def test_times_are_those_of_an_audit_by_hand(models: Path) -> None:
     assert 20 < times.training_s < 24
     assert times.step_s == max(times.generation_s, times.training_s + times.weights_s)
     fast = job.model_copy(update={"weights": job.weights.model_copy(update={"transport": "nccl"})})
-    assert plan_of(fast, "8xH100").times.weights_s < 1
+    assert 1 < plan_of(fast, "8xH100").times.weights_s < 2  # to pinned memory, and to the others
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_plan_has_the_mfu_that_a_run_of_its_times_shows(models: Path, share: bool) -> None:
+    lengths = {"max_prompt_tokens": 512, "max_turn_tokens": 1500, "max_response_tokens": 1500}
+    learner = {**_learner(4), "share_prompts": share, "gradient_checkpointing": True}
+    job = job_of(models / "7B", rollout={**lengths, "group_size": 4}, learner=learner)
+    plan = plan_of(job, "8xH100")
+    use = ModelUse.of(job, plan.models, plan.cards.card)
+    assert use is not None
+    groups = [[(512, 1500)] * 4] * job.training.batch_size
+    assert plan.times.mfu == pytest.approx(use.mfu(groups, plan.times.training_s))
+    assert plan.times.mfu == pytest.approx(0.3)  # 3 of 4 passes at 40 %
+    assert f"MFU {plan.times.mfu:.0%}" in plan.lines()[-1]
+    weights, attention = plan.models.policy.active_weights, 28 * 28 * 128 * 2012
+    tokens = 512 * (1 if share else 4) + 4 * 1500
+    by_hand = 3 * (2 * weights + 2 * attention) * tokens / (4 * 989e12)
+    assert use.mfu([[(512, 1500)] * 4], 1.0) == pytest.approx(by_hand)
+    unknown = find_card("H100")
+    assert ModelUse.of(job, plan.models, replace(unknown, bfloat16_flops=0.0)) is None
+    assert ModelUse.of(job, None, unknown) is None
 
 
 def test_measured_efficiencies_replace_the_assumed_ones(models: Path, tmp_path: Path) -> None:

@@ -17,27 +17,41 @@ from ....broker.presence import presences
 from ....broker.user_records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.job import ActorPlacement, JobRecord, RequestRecord, SealedSecrets
+from ....schemas.job import (
+    ActorPlacement,
+    JobRecord,
+    RequestRecord,
+    SealedSecrets,
+    held_slots,
+)
 from ....schemas.machines import MachineSpending
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire import subjects
-from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.errors import (
+    ConflictError,
+    MessageError,
+    NotFoundError,
+    QuotaError,
+    TinkermqError,
+)
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
 from ..placement import UserShares
 from .states import (
     ACTIVE,
     check_bucket,
-    check_priority,
     check_record,
     check_room,
     holdings,
     slots_of,
     stored_bytes,
 )
+
+_MOST_HOLDERS = 3
+"""So many runs that hold slots are named to a job that waits."""
 
 # -- archived jobs ---------------------------------------------------------------------------------
 # Memory holds a few hundred bytes of each archived job; its record is read on request. Only the
@@ -524,7 +538,12 @@ class JobsView:
 
     def check_priority(self, user: str, priority: int) -> None:
         """Raise QuotaError if a user may not give jobs this priority."""
-        check_priority(user, priority, self.quota(user))
+        highest = self.quota(user).max_priority
+        if priority > highest:
+            raise QuotaError(
+                f"priority {priority} is above the highest that user {user!r} may give, {highest}",
+                hint="give a lower one, or ask an admin",
+            )
 
     def check_room(self, user: str, **more: int) -> None:
         """Raise QuotaError if a user may not hold this much more, by the name of the bound."""
@@ -579,6 +598,19 @@ class JobsView:
             if record.state in ACTIVE:
                 shares.add(record.user, slots_of(record.actors), len(record.actors))
         return shares
+
+    def holders(self, user: str) -> str:
+        """Return, for a job that waits, who holds slots: its user's runs by name; empty: nobody."""
+        held = {key: sum(held_slots(record).values()) for key, record in self.live.items()}
+        own = {self.live[key].name: n for key, n in held.items() if self.live[key].user == user}
+        named = [(name, count) for name, count in own.items() if count]
+        parts = [f"{name} holds {count}" for name, count in named[:_MOST_HOLDERS]]
+        if rest := sum(count for _, count in named[_MOST_HOLDERS:]):
+            parts.append(f"other runs hold {rest}")
+        if others := sum(held.values()) - sum(own.values()):
+            parts.append(f"other users hold {others}")
+        freed = f" (`tinkermq stop {named[0][0]}` frees them)" if named else ""
+        return f"; {', '.join(parts)}{freed}" if parts else ""
 
     def with_queue_place(self, record: JobRecord) -> JobRecord:
         """Return a record with its queue position, if it is queued."""
@@ -690,7 +722,5 @@ class Versions:
         version = entry.value.version if entry else None
         if version is not None and version > record.version:
             with contextlib.suppress(ConflictError, NotFoundError, MessageError):
-                await self._jobs.update(
-                    record, lambda now: now.model_copy(update={"version": version})
-                )
+                await self._jobs.set_fields(record, version=version)
         return None if entry is None else entry.value

@@ -8,13 +8,14 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import structlog
 
 from ....broker.client.connection import Broker
-from ....broker.jetstream.streams import stream_info
+from ....broker.jetstream.streams import has_batches
 from ....broker.jobs import JobStore
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
@@ -22,7 +23,7 @@ from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config, with_changes
 from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.errors import ConfigError, MessageError, NotFoundError, StateError
+from ....schemas.wire.errors import ConfigError, MessageError, StateError
 from ....schemas.wire.message import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.stores import Stores
@@ -150,9 +151,15 @@ class Submission:
         self._check_kind(user, request)
         parse_config(request.config)
         record, config, _ = await self._planned(await self._blank(user, "tried", request))
-        place = (config, self._folder_of(user), self._view.run_folders_of(user))
-        folder = await self._files.read(user, origins.run_dir_of, *place)
-        return record.model_copy(update={"run_dir": str(folder)}), config
+        folder = await self._run_dir(user, origins.run_dir_of, config)
+        return record.model_copy(update={"run_dir": folder}), config
+
+    async def _run_dir(self, user: str, find: Callable[..., Path], config: JobConfig) -> str:
+        """Return the run folder of a user's job, found or created by `find`."""
+        owner = "" if user == DEFAULT_USER and not self._view.has_users else user
+        return str(
+            await self._files.read(user, find, config, owner, self._view.run_folders_of(user))
+        )
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         async with self._view.lock(user):
@@ -245,9 +252,8 @@ class Submission:
                 raise result.error()
         planned = planned.model_copy(update={"stored_bytes": states.reserved_bytes(config)})
         self._view.check_growth(before, planned)
-        place = (config, self._folder_of(record.user), self._view.run_folders_of(record.user))
-        run_dir = await self._files.read(record.user, origins.make_run_dir, *place)
-        planned = planned.model_copy(update={"run_dir": str(run_dir)})
+        run_dir = await self._run_dir(record.user, origins.make_run_dir, config)
+        planned = planned.model_copy(update={"run_dir": run_dir})
         stores = Stores(self._broker)
         copies = await origins.copy_origins(planned, config, models.folders, stores)
         fields = {
@@ -277,8 +283,7 @@ class Submission:
         fields = {
             "kind": kind,
             "actors": states.actors_for(config, kind),
-            "output_roots": [str(root) for root in roots],
-            "own_folders": self._own_folders(record.user),
+            **self._may_write(record.user, roots),
             "teachers": models.teachers,
             "judge": models.judge,
         }
@@ -297,12 +302,9 @@ class Submission:
             refuse_unregistered_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, roots = await allowed_config(record, config, self._view, self._files)
-            may_write = {
-                "output_roots": [str(root) for root in roots],
-                "own_folders": self._own_folders(record.user),
-            }
-            reader = self.checks.reader(record.model_copy(update=may_write))
-            await self.checks.refuse_long_contexts(config, reader)
+            may_write = record.model_copy(update=self._may_write(record.user, roots))
+            reader = self.checks.reader(may_write)
+            await self.checks.refuse_models(config, reader, trains=record.trains)
             models = await self.origins.named(record, config)
             config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
             needed = states.actors_for(config, record.kind)
@@ -327,14 +329,17 @@ class Submission:
         self._view.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
 
+    def _may_write(self, user: str, roots: Iterable[Path]) -> dict[str, list[str]]:
+        """Return the fields of a record with the folders in which its processes may write."""
+        return {
+            "output_roots": [str(root) for root in roots],
+            "own_folders": self._own_folders(user),
+        }
+
     def _own_folders(self, user: str) -> list[str]:
         """Return the folders in which a user's runs lie."""
         above = {folder.parent for folder in self._view.run_folders_of(user)}
         return sorted(str(folder) for folder in above if folder.name == user)
-
-    def _folder_of(self, user: str) -> str:
-        """Return the folder for a user's runs; a pool without users has one for all."""
-        return "" if user == DEFAULT_USER and not self._view.has_users else user
 
     def _is_taken(self, user: str, job: str, name: str) -> bool:
         """Return whether another run of the user has the name."""
@@ -342,32 +347,27 @@ class Submission:
 
     async def _never_began(self, user: str, name: str) -> JobRecord | None:
         """Return the run of this name if it failed, or was cancelled, before its first step."""
-        record = self._view.find(user, name)
+        record = self._view.find(user, name) or await self._view.archive.find(user, name)
         if record is None or record.state not in _UNSUCCESSFUL or record.removal != "no":
             return None
         if record.started is None:
             return record
-        if not record.trains:
+        if not record.trains or (record.archived is not None and record.version):
             return None
-        try:
-            steps = await stream_info(self._broker, record.scope.stream_batch)
-        except NotFoundError:
-            return record
-        return None if steps["state"]["last_seq"] else record
+        return None if await has_batches(self._broker, record.scope) else record
 
     async def _rename_failed(self, user: str, job: JobRecord) -> None:
         """Give another name to the run that had the name of a new job and never began a step."""
-        failed = self._view.find(user, job.name)
+        failed = await self._never_began(user, job.name)
         if failed is None or failed.job == job.job:
             return
         stem = f"{failed.name[:_STEM_CHARS]}-{failed.state.lower()}"
         made = (f"{stem}-{number}" for number in itertools.count(1))
         name = next(name for name in made if not self._is_taken(user, failed.job, name))
         _log.info("run_renamed", job=failed.job, name=failed.name, to=name)
-        config = {**failed.config, "name": name}
-        await self._jobs.update(
-            failed, lambda now: now.model_copy(update={"name": name, "config": config})
-        )
+        renamed = await self._jobs.rename(failed, name)
+        if renamed.archived is not None:
+            self._view.archive.enter(renamed)
 
     async def _free_name(
         self, user: str, job: str, config: Mapping[str, Any], kind: str, source: str = ""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.policy.layers import needs_masks
+from tinkermq.actors.policy.tiny_models import TinyVisionKind
 from tinkermq.actors.training import varlen
 from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.micro_batch import MicroBatch
@@ -36,7 +37,7 @@ from tinkermq.actors.training.varlen import (
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.wire.errors import ConfigError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
@@ -396,9 +397,21 @@ def test_a_whole_step_gives_the_kernel_what_a_gpu_takes_in_bfloat16(
         assert reports[1][name] == pytest.approx(reports[0][name], rel=0.03, abs=1e-3), name
 
 
-def test_images_are_seen_as_by_sdpa(tmp_path: Path) -> None:
-    path = str(make_vision_model(tmp_path, "qwen2_5_vl"))
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_images_are_seen_as_by_sdpa_with_one_call_for_all_windows_of_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: TinyVisionKind
+) -> None:
+    path = str(make_vision_model(tmp_path, kind))
     norms: list[float] = []
+    windows: list[list[int]] = []
+    tower_layers: list[nn.Module] = []
+
+    def kernel(*args: Any, window_size: tuple[int, int], **options: Any) -> Tensor:
+        if window_size == (-1, -1):  # not causal: of the tower
+            windows.append(args[3].diff().tolist())
+        return sdpa_by_sequence(*args, window_size=window_size, **options)
+
+    monkeypatch.setattr(varlen, "sdpa_by_sequence", kernel)
     for attention in ("sdpa", "varlen"):
         config = JobConfig.model_validate(
             {
@@ -413,8 +426,16 @@ def test_images_are_seen_as_by_sdpa(tmp_path: Path) -> None:
             }
         )
         trainer = Trainer(load_model(config.model, config.learner), config, total_steps=2)
+        for name, module in trainer.model.named_modules():
+            if attention == "varlen" and name.endswith("visual"):
+                tower_layers.extend(cast(Any, module).blocks)
+                module.register_forward_hook(lambda *_: windows.append([]))
         norms.append(trainer.step(assemble(groups_with_images()), 1).numbers["actor/grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    passes = windows.count([])
+    assert passes > 0
+    assert len(windows) - passes == passes * len(tower_layers)
+    assert max(map(len, windows)) > 1
 
 
 def test_runs_name_the_keys_of_the_path_that_each_continues() -> None:

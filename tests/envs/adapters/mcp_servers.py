@@ -58,6 +58,29 @@ def shop() -> MCPServer:
     return server
 
 
+def slow() -> MCPServer:
+    """Wait, and count the calls that were cancelled meanwhile."""
+    server = MCPServer("slow")
+    waits = [0, 0]
+
+    @server.tool()
+    async def wait() -> str:
+        """Wait for an hour."""
+        waits[0] += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            waits[1] += 1
+        return "an hour has passed"
+
+    @server.tool(name="waits")
+    def count_waits() -> str:
+        """Return how many waits have begun, and how many were cancelled."""
+        return str(waits)
+
+    return server
+
+
 def clock() -> MCPServer:
     """Tell the time, which is always the same; `add` is a name that `shop` has, too."""
     server = MCPServer("clock")
@@ -116,7 +139,7 @@ def lets_go() -> MCPServer:
 
 def main() -> None:
     """Serve over stdio, or at a port: `NAME PORT [json] [stateless]`."""
-    server = {"shop": shop, "clock": clock, "lets_go": lets_go}[sys.argv[1]]()
+    server = {"shop": shop, "slow": slow, "clock": clock, "lets_go": lets_go}[sys.argv[1]]()
     if len(sys.argv) > 2:
         server.run(
             "streamable-http",
