@@ -46,9 +46,9 @@ from .live import print_submitted
 from .output import (
     literal,
     print_commands,
-    print_json,
     print_note,
     print_plain,
+    print_rows,
     print_table,
     print_text,
     stdout,
@@ -423,20 +423,14 @@ def list_models(*, json: bool = False) -> int:
         }
         for name, model in CATALOGUE.items()
     ]
-    if json:
-        print_json(rows)
-        return 0
-    print_table(
-        ("name", "model", "weights", "from", "folder"),
-        [
-            (
-                row["name"],
-                row["title"],
-                f"{int(str(row['weights'])) / 1e6:,.0f} M",
-                row["source"],
-                row["folder"] or "tinkermq model get " + str(row["name"]),
-            )
-            for row in rows
-        ],
-    )
-    return 0
+    shown = [
+        (
+            row["name"],
+            row["title"],
+            f"{int(str(row['weights'])) / 1e6:,.0f} M",
+            row["source"],
+            row["folder"] or "tinkermq model get " + str(row["name"]),
+        )
+        for row in rows
+    ]
+    return print_rows(rows, ("name", "model", "weights", "from", "folder"), shown, as_json=json)
