@@ -234,6 +234,8 @@ class Reporter:
         numbers = self._numbers(groups, step, report, drops.waste, oldest)
         step_s = sum(trace.learner.values())
         tokens = numbers["rollout/generated_tokens"]
+        if self.generators.hosts <= {self.context.presence.host}:
+            trace = trace.model_copy(update={"cores_busy": self._cores.busy_share()})
         self._traces.append(trace)
         numbers.update(
             {
@@ -415,12 +417,8 @@ class Reporter:
         self._last_report = now
         record = self.context.record
         profile = profile_of(list(self._traces))
-        busy = self._cores.busy_share()
-        here = self.generators.hosts <= {self.context.presence.host}
-        first = advise(
-            profile, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
-        )[0]
-        await self.context.event("bottleneck", first.text)
+        first = advise(profile, record.name, bound_key(record.config))[0]
+        await self.context.event("bottleneck", first.text, change=list(first.change))
 
 
 def episode_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def _additive(mask: Tensor | None, query_BHND: Tensor, num_keys: int) -> Tensor:
 
 
 WITH_SINKS = "tinkermq_sinks"
-"""Name in transformers of an attention like its sdpa that knows sinks."""
+"""Name in transformers of an attention like its sdpa that knows sinks, and caps scores."""
 
 
 def attend_for_transformers(

@@ -201,6 +201,8 @@ class Placed:
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     waits: dict[str, str] = field(default_factory=dict[str, str])
     """The reason for each waiting job, in the order of the queue."""
+    head: str = ""
+    """The job for which slots are reserved; empty: none."""
 
 
 _Slots = dict[str, set[int]]
@@ -238,7 +240,7 @@ def place(
         if len(assigned) == len(request.actors):
             continue
         if not why and head is None:
-            head = request
+            head, result.head = request, request.job
             pool.reserve(request, assigned, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"

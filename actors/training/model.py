@@ -102,7 +102,7 @@ def load_model(
         )
     else:
         model = _load(config, path, hollow=hollow)
-        if not hollow:
+        if not (hollow or config.trust_remote_code):  # a model's own code may need its weights
             _freeze_as_its_class(model, config, path)
     return _prepare(model, learner, path)
 

@@ -108,7 +108,8 @@ def check_divisible(model: nn.Module, size: int) -> None:
             "columns of a row in order",
             hint="set learner.context_parallel=1",
         )
-    settings = cast("dict[str, Any]", config.to_dict())
+    heads = getattr(config, "num_attention_heads", 0)  # also where it has another name
+    settings = cast("dict[str, Any]", {"num_attention_heads": heads, **config.to_dict()})
     for name, numbers in settings.items():
         if not name.endswith(("attention_heads", "key_value_heads")):
             continue

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED
+from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED, Repeats
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import ConfigError, root_cause
 
@@ -166,3 +166,9 @@ def test_the_root_cause_of_a_group_is_the_error_that_was_raised_on_purpose() -> 
     group = ExceptionGroup("outer", [KeyError("x"), ExceptionGroup("inner", [ours])])
     assert root_cause(ExceptionGroup("single", [ours])) is ours
     assert isinstance(root_cause(group), KeyError)
+
+
+def test_what_repeats_is_reported_at_each_doubling_and_other_texts_are_not_held_back() -> None:
+    repeats = Repeats()
+    assert [repeats.due("no rule") for _ in range(9)] == [1, 2, 0, 4, 0, 0, 0, 8, 0]
+    assert repeats.due("another") == 1

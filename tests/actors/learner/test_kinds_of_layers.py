@@ -143,6 +143,7 @@ def test_what_cannot_be_divided_is_refused_with_the_reason() -> None:
         ("lfm2", 2, "it has recurrent layers"),
         ("gemma3_text", 4, "num_key_value_heads=2"),
         ("gpt_oss", 3, "num_attention_heads=4"),
+        ("gpt2", 3, "num_attention_heads=4"),
     ):
         with pytest.raises(ConfigError, match=rf"context_parallel={size} cannot divide .*{reason}"):
             check_divisible(make_model(family), size)
