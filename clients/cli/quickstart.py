@@ -7,7 +7,7 @@ in some of its answers and to guess in the others, which learns to call it. Sums
 (`--real`) train SmolLM2-135M-Instruct, a language model, and show its answers before and after. All
 files but that model are below one folder, and no process is left behind.
 
-`tinkermq model get` and `model list` are here, too: models by short names.
+`tinkermq model get`, `model check` and `model list` are here, too.
 """
 
 import importlib.util
@@ -35,12 +35,13 @@ from cyclopts import Parameter
 from ...schemas.config.load_config import load_config
 from ...schemas.job import JobRecord
 from ...schemas.local.process import die_with
-from ...schemas.model_catalogue import CATALOGUE, catalogue_folder
+from ...schemas.model_catalogue import CATALOGUE, catalogue_folder, find_model
 from ...schemas.wire.errors import ConfigError, ModelError, StorageError
 from ..follow import RunProgress, curve_svg, text_plot
 from ..home import Home
 from ..pool import Pool
 from ..validation import resolve_paths
+from .checks import check_model_kind, print_checks
 from .live import print_submitted
 from .output import (
     literal,
@@ -385,6 +386,29 @@ def _target(source: str, output: Path | None) -> Path:
         f"{source!r} is not in the catalogue ({', '.join(CATALOGUE)}), and no folder is named",
         hint=f"tinkermq model get {source} --output FOLDER",
     )
+
+
+def check_model(
+    model: str, /, *, engine: Literal["transformers", "vllm"] = "transformers", json: bool = False
+) -> int:
+    """Check whether a model can be trained and served here, by its configuration alone.
+
+    Tells its family and kinds of layers, how the learner and the engine compute it, the layers that
+    LoRA adapts, whether it takes images, and its memory. No weights are read: a folder with
+    config.json is enough. Submissions check the same.
+
+    Parameters
+    ----------
+    model
+        A folder, a name of `tinkermq model list`, or a model of the hub (owner/name).
+    engine
+        The engine that generates.
+    json
+        Print JSON.
+    """
+    check_worker("models are checked on this machine")
+    path = str(Path(find_model(model)).expanduser())
+    return print_checks(check_model_kind(path, engine), as_json=json, model=model)
 
 
 def list_models(*, json: bool = False) -> int:

@@ -302,7 +302,7 @@ class Submission:
                 "own_folders": self._own_folders(record.user),
             }
             reader = self.checks.reader(record.model_copy(update=may_write))
-            await self.checks.refuse_long_contexts(config, reader)
+            await self.checks.refuse_models(config, reader, trains=record.trains)
             models = await self.origins.named(record, config)
             config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
             needed = states.actors_for(config, record.kind)
