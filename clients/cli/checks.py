@@ -76,6 +76,11 @@ def finding(name: str, ok: bool, detail: str, hint: str = "") -> CheckResult:
     return CheckResult(name=name, outcome=outcome, detail=detail, hint=hint)
 
 
+def finding_of_problems(name: str, problems: Sequence[str], fine: str, hint: str) -> CheckResult:
+    """Return a result that has failed with these problems and `hint`, or else says `fine`."""
+    return finding(name, not problems, "; ".join(problems) or fine, hint if problems else "")
+
+
 # -- checks in a process of their own --------------------------------------------------------------
 
 
