@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -96,7 +96,7 @@ def check_registered(game: str) -> None:
 
 FOREIGN = {"trl": "tinkermq.envs.adapters.trl_environments"}
 """Prefixes of classes of other libraries, as in `trl:module:Class`, with the module whose `game_of`
-makes a game of the class and whose `modules_of` lists its imports."""
+makes a game of the class, a subclass of its `BASE`, and whose `modules_of` lists its imports."""
 
 
 def plays_any_row(game: str) -> bool:
@@ -118,11 +118,34 @@ def load_game(game: str) -> type[AbstractGame]:
     return _import_class(_target(game))
 
 
-def import_needs(game_class: type[AbstractGame]) -> None:
-    """Import the package of a game that imports it when it is created, if it is installed."""
+def import_needs(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> None:
+    """Import what a game imports when it is created, so that the time does not count as the game's.
+
+    That is its package, if it is installed, and what its arguments name (`named_arguments`).
+    """
     needs = getattr(game_class, "needs", None)
     if isinstance(needs, Extra) and needs.installed:
         needs.load()
+    for target in _named(game_class, kwargs):
+        import_object(target)
+
+
+def named_objects(game: str, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the objects, as `module:name`, that the arguments of one of our own games name.
+
+    No user's code is run; of other games none are known.
+    """
+    kind = game.partition(":")[0]
+    if kind in FOREIGN:
+        return _named(importlib.import_module(FOREIGN[kind]).BASE, kwargs)
+    is_ours = ":" not in game and _target(game).startswith("tinkermq.envs.")
+    return _named(load_game(game), kwargs) if is_ours else []
+
+
+def _named(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> list[str]:
+    values = [kwargs.get(name) for name in game_class.named_arguments]
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [one for one in flat if isinstance(one, str) and ":" in one]
 
 
 def find_game(game: str) -> str:

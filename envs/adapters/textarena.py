@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
-from ..registry import extra
+from ..registry import extra, import_object
 from ..running.global_random import GlobalRandom
 
 Opponent = Callable[[str, random.Random], str]
@@ -27,6 +27,7 @@ class TextArenaGame(AbstractGame):
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
     needs = extra("textarena", "textarena")
+    named_arguments: ClassVar[tuple[str, ...]] = ("opponent",)
 
     def __init__(
         self,
@@ -174,14 +175,7 @@ def _worded(state: Any, sender: int, text: str) -> str:
 
 
 def _import_opponent(target: str) -> Opponent:
-    module, _, name = target.partition(":")
-    try:
-        opponent = getattr(importlib.import_module(module), name, None)
-    except (ImportError, ValueError) as error:
-        raise GameError(
-            f"opponent {target!r} cannot be imported: {error}",
-            hint="give package.module:function",
-        ) from error
+    _, opponent = import_object(target)
     if not callable(opponent):
         raise GameError(
             f"opponent {target!r} is not a function", hint="give package.module:function"

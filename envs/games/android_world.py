@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import fcntl
 import functools
-import importlib
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from typing import IO, Any, ClassVar, Literal, Protocol, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
-from ..registry import extra
+from ..registry import extra, import_object
 from ..running.global_random import GlobalRandom
 
 # Emulators: number i of a machine has console port `console_port + 2·i` and gRPC port `grpc_port +
@@ -280,6 +279,7 @@ class AndroidWorldGame(AbstractGame):
     """Do a task of AndroidWorld on an emulator."""
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
+    named_arguments: ClassVar[tuple[str, ...]] = ("devices",)
     needs = ANDROID_WORLD
 
     def __init__(
@@ -446,10 +446,7 @@ def _edge(target: str, console_port: int, grpc_port: int, adb_path: str) -> Devi
     """Return the interface to the devices, one per process and configuration."""
     if not target:
         return Emulators(console_port, grpc_port, adb_path)
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise GameError(
-            f"devices {target!r} cannot be imported: {error}", hint="give package.module:Class"
-        ) from error
+    _, devices = import_object(target)
+    if not callable(devices):
+        raise GameError(f"devices {target!r} is not a class", hint="give package.module:Class")
+    return cast("Devices", devices())

@@ -5,31 +5,33 @@ mistake fails both with the same check; submitted without them, it is refused or
 check's error.
 """
 
+import asyncio
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import yaml
 from tinkermq.actors import make_tiny
+from tinkermq.actors.model_checks import model_checks
 from tinkermq.actors.policy.chat import open_chat
 from tinkermq.actors.policy.tiny_models import save_tiny_model, save_tiny_vision_model
-from tinkermq.envs.check import check_game
+from tinkermq.envs.check import check_game, conversations
 from tinkermq.envs.data import HostData
 from tinkermq.envs.games import geo3k
 from tinkermq.envs.registry import load_game
 from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.write_data import write_rows
+from tinkermq.schemas.checks import run_checks
 from tinkermq.schemas.config.job import EnvConfig, JobConfig
-from tinkermq.schemas.wire.errors import TinkermqError
+from tinkermq.schemas.wire.errors import ModelError, TinkermqError
 
 from tests.clients.command import tinkermq_here
 from tests.support.configs import small_job
-from tests.support.harbor_tasks import write_tasks
+from tests.support.harbor_tasks import TASKS, write_tasks
 from tests.support.stack import Stack
 
 HERE = "tests.envs"
@@ -45,6 +47,7 @@ body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "2 + 2
 connection.request("POST", url.path + "/chat/completions", body, headers)
 assert connection.getresponse().status == 200
 """
+PYTHON = ["{python}", "-S", "-c"]
 REWARD = "open(os.environ['TINKERMQ_REWARD'], 'w').write('1.0')"
 
 
@@ -61,7 +64,7 @@ class Kind:
     model: str = "tools"
     serves: Callable[[], Any] | None = None
     """Runs a server and yields its URL."""
-    marks: tuple[pytest.MarkDecorator, ...] = ()
+    mark: pytest.MarkDecorator = pytest.mark.long
 
 
 def game(name: str, fails: str, mistake: Mapping[str, Any], **env: Any) -> Kind:
@@ -73,8 +76,7 @@ def game(name: str, fails: str, mistake: Mapping[str, Any], **env: Any) -> Kind:
 
 def program(code: str, fails: str, mistake: str, **agent: Any) -> Kind:
     """An agent program."""
-    command = ["{python}", "-S", "-c"]
-    own, wrong = ({"agent": {"command": [*command, text], **agent}} for text in (code, mistake))
+    own, wrong = ({"agent": {"command": [*PYTHON, text], **agent}} for text in (code, mistake))
     return Kind(own, wrong, fails)
 
 
@@ -98,7 +100,7 @@ def openenv_server() -> Iterator[str]:
 
 PLAIN = {"model": {"path": "{plain}"}}
 MADE, TYPES, PROMPTS = "the game can be made", "types are right", "first prompts fit"
-ROWS, REWARDS = "each row can be read", "the reward function answers"
+REWARDS = "the reward function answers"
 DATA = {"train_data": ["{folder}/rows.jsonl"]}
 NO_PROMPT = {"env": {"train_data": ["{folder}/no_prompts.jsonl"]}}
 OWN_REWARD = {"source": "function", "function": f"{HERE}.reward_functions:says_all"}
@@ -109,7 +111,7 @@ TRL = f"trl:{HERE}.adapters.trl_classes"
 TRL_REWARDS = [f"{HERE}.adapters.trl_classes:counted"]
 KINDS = {
     "many turns": game("guess", MADE, {"highest": 0}),
-    "one turn of data": game("addition", ROWS, NO_PROMPT, **DATA),
+    "one turn of data": game("addition", TYPES, NO_PROMPT, **DATA),
     "rewards of a function": game("math", REWARDS, RAISES, **DATA, reward=OWN_REWARD),
     "players": game("negotiation", MADE, {"max_offers": 0}),
     "images": replace(
@@ -120,13 +122,21 @@ KINDS = {
         "textarena", MADE, {"env_id": "No-v0"}, kwargs={"env_id": "GuessTheNumber-v0"}
     ),
     "ToolGame": game(f"{HERE}.tool_games:Adding", PROMPTS, PLAIN),
-    "AsyncToolGame": game(f"{HERE}.tool_games:AddingAsync", PROMPTS, PLAIN),
+    "reasoning-gym": replace(
+        game("reasoning_gym", MADE, {"datasets": "none"}, kwargs={"datasets": "leg_counting"}),
+        mark=pytest.mark.extras,
+    ),
+    "verifiers": replace(
+        game("verifiers", MADE, {"taskset": "none"}, kwargs={"taskset": "word-tasks"}),
+        mark=pytest.mark.extras,
+    ),
     "TRL": game(f"{TRL}:WordEnv", MADE, {"env": {"game": f"{TRL}:NoDoc"}}),
     "TRL's rewards": game(
         f"{TRL}:CounterEnv",
         MADE,
         {"reward_funcs": [f"{HERE}.adapters.trl_classes:none"]},
         kwargs={"reward_funcs": TRL_REWARDS},
+        **DATA,
     ),
     "MCP": game(
         "mcp",
@@ -150,7 +160,12 @@ KINDS = {
         {"package": "no_such_package:app"},
         kwargs={"package": f"{HERE}.adapters.openenv_server:app"},
     ),
-    "program": program(ASK + REWARD, "the program ends by itself", "raise SystemExit(3)"),
+    "program": program(ASK + REWARD, "end", "raise SystemExit(3)"),
+    "Harbor": Kind(
+        {"agent": {"command": [*PYTHON, ASK], "tasks": "harbor:{folder}/tasks"}},
+        {"agent": {"tasks": "harbor:{folder}/odd_tasks"}},
+        "tasks",
+    ),
     "conversations": Kind(
         {"sft": {"data": ["{folder}/chats.jsonl"]}},
         {"sft": {"data": ["{folder}/no_chats.jsonl"]}},
@@ -162,7 +177,7 @@ ROLLOUT = {
     "group_size": 2,
     "max_turns": 3,
     "max_prompt_tokens": 2000,
-    "max_turn_tokens": 24,
+    "max_turn_tokens": 64,
     "max_response_tokens": 600,
 }
 
@@ -177,6 +192,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     geo3k.make_data(made, 4, 0)
     write_rows(made / "rows.jsonl", [{"prompt": "What do two pears cost?", "answer": "6"}])
     write_rows(made / "no_prompts.jsonl", [{"prompt": [], "answer": "6"}])
+    write_tasks(made / "tasks", ("makes-folder",))
+    odd = replace(TASKS["makes-folder"], dockerfile="FROM scratch\nHEALTHCHECK CMD true\n")
+    odd.write(made / "odd_tasks" / "odd")
     asked = {"role": "user", "content": "hi"}
     write_rows(made / "chats.jsonl", [{"messages": [asked, {**asked, "role": "assistant"}]}] * 4)
     write_rows(made / "no_chats.jsonl", [{"messages": [asked]}])
@@ -221,12 +239,74 @@ def failed(tree: Mapping[str, Any], file: Path, nats: str) -> list[dict[str, dic
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, id=name) for name, one in KINDS.items()])
-def test_checks(kind: Kind, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, id=name, marks=one.mark) for name, one in KINDS.items()]
+)
+async def test_checks_dry_run_and_run_say_the_same_of_a_kind_of_environment(
+    stack: Stack, kind: Kind, folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
     with ExitStack() as servers:
         url = servers.enter_context(kind.serves()) if kind.serves else ""
-        told = failed(job(kind, folder, url), tmp_path / "run.yaml", "")
-        assert told == [{}] * len(told)
-        for one in failed(job(kind, folder, url, mistaken=True), tmp_path / "run.yaml", ""):
-            assert kind.fails in one, one
-            print(one)
+        sound, mistaken = job(kind, folder, url), job(kind, folder, url, mistaken=True)
+        checks = await asyncio.to_thread(failed, sound, file, stack.server.url)
+        assert checks == [{}] * len(checks)
+        trained = await stack.submit(sound)
+        await trained.until("COMPLETED")
+        checks = await asyncio.to_thread(failed, mistaken, file, stack.server.url)
+        details = {one[kind.fails]["detail"] for one in checks}
+        assert len(details) == 1, checks
+        try:
+            refused = await stack.submit(mistaken)
+        except TinkermqError as error:
+            told = error.message
+        else:
+            told = (await refused.until("FAILED")).reason
+        assert details.pop() in told
+
+
+WITH_TOOLS = ("ToolGame", "TRL", "MCP")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["plain", "tools"])
+@pytest.mark.parametrize(
+    "name", ["many turns", "one turn of data", "players", "gymnasium", *WITH_TOOLS]
+)
+def test_first_prompts_are_counted_as_an_episode_makes_them(
+    folder: Path, name: str, model: str
+) -> None:
+    example = JobConfig.model_validate(job(replace(KINDS[name], model=model), folder))
+    assert all(one.ok for one in check_game(example.env))
+    found = {one.name: one for one in run_checks(model_checks(example, conversations(example.env)))}
+    meets = _first_prompt(example)
+    assert (
+        found[PROMPTS].ok == isinstance(meets, int) == (model == "tools" or name not in WITH_TOOLS)
+    )
+    if isinstance(meets, int):
+        low, _, high, *_ = found[PROMPTS].detail.split()
+        assert int(low) <= meets <= int(high)
+    else:
+        assert meets == found[PROMPTS].detail
+
+
+def _first_prompt(example: JobConfig) -> int | str:
+    """Return the tokens of an episode's first prompt, or why a generator cannot make it."""
+    with (
+        closing(HostData(example.env, 0)) as data,
+        closing(LocalGame(example.env, load_game(example.env.game), data)) as played,
+    ):
+        episode = played.start(0)
+        try:
+            return len(open_chat(example.model).first_prompt(episode.messages, episode.tools))
+        except ModelError as error:
+            return error.message
+
+
+@pytest.mark.full
+def test_a_submission_plays_a_slow_game_once_and_says_what_it_left_out() -> None:
+    *made, left_out = check_game(EnvConfig(game="guess"), within_s=0)
+    assert [one.name for one in made][-1] == "reset and step are in time"
+    assert made[-1].detail.startswith("4 calls")
+    assert (left_out.outcome, left_out.detail) == ("skipped", "not made: 0 s were over")
