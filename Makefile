@@ -266,7 +266,7 @@ bench: $(VENV)/bench.stamp $(VLLM)/vllm.stamp  ## Run the benchmarks on a quiet 
 	$(BIN)/python -m benchmarks
 
 bench-quick: $(VENV)/bench.stamp $(VLLM)/started.stamp  ## See that every benchmark runs; its figures mean nothing
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m bench --durations=5 tests/benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "bench and not long" --durations=5 tests/benchmarks
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m bench -W default -k vllm tests/benchmarks
 
 # What has been installed for development serves the quickstart, too.

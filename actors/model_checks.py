@@ -52,6 +52,7 @@ def model_checks(
     yield Check("the weights are those of the configuration", lambda: _check_weights(config.model))
     if config.lora.rank or is_adapter(config.model.path):
         yield Check("the adapter fits the model", lambda: _check_adapter(config))
+    yield Check("its layers can do what the learner asks", lambda: _check_layers(config))
     yield Check("a checkpoint can be written", lambda: _check_saving(config.model))
 
 
@@ -175,6 +176,29 @@ def _check_adapter(config: JobConfig) -> str:
         return f"that of {model.path} is merged into {base_of(model.path)}"
     trained = sum(int(tensor.numel()) for tensor in built.parameters() if tensor.requires_grad)
     return f"{trained:,} numbers are trained"
+
+
+def _check_layers(config: JobConfig) -> str:
+    """Prepare the model as the learner does, without its weights."""
+    import torch
+
+    from .policy.experts import RouterReplay
+    from .policy.layers import needs_masks
+    from .training.model import load_model
+    from .training.parallel import check_divisible
+    from .training.varlen import choose_attention
+
+    model, learner = config.model, config.learner.model_copy(update={"compile": False})
+    with torch.device("meta"):
+        built: Any = load_model(model, learner, _base_path(model), hollow=True)
+    if (reason := needs_masks(built)) is not None:
+        device = torch.device("cpu")
+        choose_attention(model.attn_implementation, built.config, device, torch.float32, reason)
+    if learner.context_parallel > 1:
+        check_divisible(built, learner.context_parallel)
+    if config.algorithm.router_replay:
+        RouterReplay(built)
+    return "recomputation, attention, divided rows and replayed routers, as configured"
 
 
 def _check_saving(model: ModelConfig) -> str:

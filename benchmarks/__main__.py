@@ -44,6 +44,7 @@ NAMES = (
     "learner_real",
     "real_times",
     "logits",
+    "layers",
     "tree_packing",
     "own_functions",
     "agent_memory",

@@ -91,8 +91,11 @@ def check_formula(router: nn.Module) -> None:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     weight = cast(Tensor, probe.weight)
     states_XH = torch.randn(16, weight.shape[-1], generator=generator).to(weight.dtype)
-    logits_XE, weights_XK, chosen_XK = cast("tuple[Tensor, Tensor, Tensor]", probe(states_XH))
-    ours_XK = weigh(probe, logits_XE, chosen_XK)
+    try:
+        logits_XE, weights_XK, chosen_XK = cast("tuple[Tensor, Tensor, Tensor]", probe(states_XH))
+        ours_XK = weigh(probe, logits_XE, chosen_XK)
+    except (TypeError, ValueError, RuntimeError) as error:  # another signature, or other tensors
+        raise _refused(f"a {type(router).__name__} cannot be replayed ({error})") from error
     if ours_XK.shape != weights_XK.shape or not torch.allclose(ours_XK, weights_XK, atol=1e-3):
         raise _refused(f"a {type(router).__name__} weights experts by another formula than softmax")
 
@@ -100,7 +103,8 @@ def check_formula(router: nn.Module) -> None:
 def _refused(reason: str) -> ModelError:
     return ModelError(
         f"algorithm.router_replay: {reason}",
-        hint="set algorithm.router_replay=false, or train a Qwen3-MoE of at most 256 experts",
+        hint="set algorithm.router_replay=false, or train a model whose routers weigh at most 256 "
+        "experts by a softmax, such as Qwen3's with experts or gpt-oss",
     )
 
 

@@ -115,8 +115,6 @@ def needs_masks(model: nn.Module) -> str | None:
         return "its attention has sinks"
     if reach_of_config(config).chunk is not None:
         return "its attention is chunked"
-    if is_recurrent(config):
-        return "it has recurrent layers, which need a row for each sequence"
     return None
 
 

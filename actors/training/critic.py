@@ -53,15 +53,16 @@ class ValueModel(nn.Module):
         self.decoder: nn.Module = decoder_of(model)
         mine = {id(each) for each in self.parameters()}
         for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in mine)
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in mine)
         cast(Any, model).value_head = self.value_head  # sharded over the ranks with the decoder
         inside = parallel.place(model, learner, attention, in_float32=[self.value_head])
-        self._scorer = Scorer(model, temperature=1.0, inside=inside)
+        self.scorer = Scorer(model, temperature=1.0, inside=inside)
+        """Reads the rows; the output layer is the value's."""
 
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        return self._scorer.device
+        return self.scorer.device
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the output layer, under the method name of transformers' language models."""
@@ -69,10 +70,10 @@ class ValueModel(nn.Module):
 
     def values(self, packed: MicroBatch) -> Tensor:
         """Return the value before each of the N tokens, with gradient where enabled."""
-        return self._scorer.inside.compute(lambda: self._values(packed))
+        return self.scorer.inside.compute(lambda: self._values(packed))
 
     def _values(self, packed: MicroBatch) -> Tensor:
-        states_UD, place_N = self._scorer.states_UD(packed)
+        states_UD, place_N = self.scorer.states_UD(packed)
         return self.value_head(states_UD.float())[place_N, 0]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..policy.vision import PackedImages
 
@@ -80,6 +81,10 @@ class MicroBatch:
     """int64: the micro-batch's sequences, as indices into the whole batch."""
     index_N: Tensor
     """int64: its index among the generated tokens of the whole batch."""
+    segments: int
+    """Largest number of segments of a row, known without a GPU's answer."""
+    longest: int
+    """Tokens of the longest sequence: one more than its largest position."""
     images: PackedImages | None = None
     """The images in the rows, if there are any."""
     experts_BTLK: Tensor | None = None
@@ -105,6 +110,8 @@ class MicroBatch:
             seq_N=none_N,
             seq_S=none_N,
             index_N=none_N,
+            segments=1,
+            longest=1,
         )
 
     @property
@@ -142,34 +149,23 @@ def columns_of(packed: MicroBatch, place: int, size: int) -> MicroBatch:
     columns. The attention's description covers all columns.
     """
     width = packed.input_ids_BT.shape[1]
-    missing = -width % size
-    share = (width + missing) // size
+    share = -(-width // size)
     start = place * share
     own_N = (packed.source_col_N >= start) & (packed.source_col_N < start + share)
-    changes: dict[str, Any] = {
-        "input_ids_BT": _padded(packed.input_ids_BT, missing, 0),
-        "position_ids_BT": _padded(packed.position_ids_BT, missing, 0),
-        "segment_ids_BT": _padded(packed.segment_ids_BT, missing, 0),
-        "seen_until_BT": _padded(packed.seen_until_BT, missing, width + missing),
-        "columns": (start, start + share),
-    }
+    names = ("row_N", "source_col_N", "target_N", "seq_N", "index_N")
+    changes = {name: getattr(packed, name)[own_N] for name in names}
+    return replace(widened(packed, share * size), columns=(start, start + share), **changes)
+
+
+def widened(packed: MicroBatch, width: int) -> MicroBatch:
+    """Return the rows, padded to so many columns."""
+    before = packed.input_ids_BT.shape[1]
+    more = (0, width - before)
+    names = ("input_ids_BT", "position_ids_BT", "segment_ids_BT")
+    changes: dict[str, Any] = {name: pad(getattr(packed, name), more) for name in names}
     if packed.experts_BTLK is not None:
-        changes["experts_BTLK"] = torch.nn.functional.pad(
-            packed.experts_BTLK, (0, 0, 0, 0, 0, missing)
-        )
-    if packed.images is not None:
-        changes["images"] = _images_of(packed.images, width, missing)
-    for name in ("row_N", "source_col_N", "target_N", "seq_N", "index_N"):
-        changes[name] = getattr(packed, name)[own_N]
-    return replace(packed, **changes)
-
-
-def _padded(values: Tensor, missing: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, missing), value=value)
-
-
-def _images_of(images: PackedImages, width: int, missing: int) -> PackedImages:
-    """Return images with places in wider rows; places count the columns of all rows."""
-    row_Q, column_Q = images.column_Q // width, images.column_Q % width
-    place_Q = row_Q * (width + missing) + column_Q
-    return PackedImages(images.images, place_Q, _padded(images.rope_3BT, missing, 0))
+        changes["experts_BTLK"] = pad(packed.experts_BTLK, (0, 0, 0, 0, *more))
+    if (images := packed.images) is not None:  # their places count the columns of all rows
+        place_Q = images.column_Q // before * width + images.column_Q % before
+        changes["images"] = PackedImages(images.images, place_Q, pad(images.rope_3BT, more))
+    return replace(packed, seen_until_BT=pad(packed.seen_until_BT, more, value=width), **changes)

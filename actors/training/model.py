@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ from .packing import block_causal_mask, pack
 from .parallel import Inside, compile_layers
 from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
 
+_KERNEL_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, AssertionError)
+"""Errors of kernels, which are others' code, for rows that they cannot read."""
+_log = structlog.get_logger()
 _EXACT = 1e-3
 """Largest difference of log-probs that is attributed to float32 rounding."""
 
@@ -98,6 +102,8 @@ def load_model(
         )
     else:
         model = _load(config, path, hollow=hollow)
+        if not hollow:
+            _freeze_as_its_class(model, config, path)
     return _prepare(model, learner, path)
 
 
@@ -176,6 +182,18 @@ def _load(config: ModelConfig, path: str, *, hollow: bool) -> PreTrainedModel:
     )
 
 
+def _freeze_as_its_class(model: PreTrainedModel, config: ModelConfig, path: str) -> None:
+    """Freeze the weights that a new model of this class has frozen, such as biases of routers.
+
+    transformers loads them as trained ones, which would decay.
+    """
+    with torch.device("meta"):
+        new = _load(config, path, hollow=True)
+    for name, weight in new.named_parameters():
+        if not weight.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
+
+
 def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
     whole: dict[str, Any] = model.config.to_dict()
     parts: list[Any] = [whole, *(whole[name] for name in whole if name.endswith("_config"))]
@@ -227,17 +245,18 @@ class Scorer:
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
-        self.one_per_row = is_recurrent(config)
+        self.shares_columns = not is_recurrent(config)
+        """Whether sequences of a row may share columns: not if the model has recurrent layers."""
+        self.one_per_row = False
         """Whether each row holds one sequence, since a state would go on into the next one."""
         self._temperature = temperature
         self._chunk_bytes = chunk_bytes or LOGITS_BYTES[self.device.type == "cuda"]
         with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
             self._reach = self.inside.compute(lambda: reach_of(model))
-            if self.one_per_row:
-                self._check_padding()
-            else:
-                self._check_packing()
+            self.one_per_row = not (self.shares_columns or self._knows_beginnings())
+            self.flat_rows &= not self.one_per_row
+            self._check_rows()
 
     @property
     def device(self) -> torch.device:
@@ -322,12 +341,13 @@ class Scorer:
         """
         attention: dict[str, Any]
         if self.one_per_row:
-            if int(packed.segment_ids_BT.max()) > 1:
-                raise ValueError("the model reads one sequence per row, and a row has several")
+            assert packed.segments == 1
             attention = {"attention_mask": None}  # causal: no token sees the padding behind it
         elif self.flat_rows:
             packed = with_runs(flatten(packed)) if packed.runs is None else packed
             attention = {"attention_mask": None, **kernel_arguments(packed)}
+            if not self.shares_columns:
+                attention["seq_idx"] = packed.segment_ids_BT.int()
         else:
             attention = {"attention_mask": self._masks(packed)}
         start, end = packed.columns or (0, packed.input_ids_BT.shape[1])
@@ -346,7 +366,10 @@ class Scorer:
         ids_BT, images = packed.input_ids_BT, packed.images
         own = slice(*packed.columns) if packed.columns is not None else slice(None)
         if images is None:
-            return {"input_ids": ids_BT[:, own], "position_ids": packed.position_ids_BT[:, own]}
+            position_BT = packed.position_ids_BT
+            if self.one_per_row:  # of padding, too: transformers then needs no mask
+                position_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+            return {"input_ids": ids_BT[:, own], "position_ids": position_BT[:, own]}
         embeds_BTH = embed(self._model, ids_BT, images.column_Q, images.images)
         return {"inputs_embeds": embeds_BTH[:, own], "position_ids": images.rope_3BT[..., own]}
 
@@ -354,7 +377,7 @@ class Scorer:
         """Build the mask of a micro-batch; one for each kind of layer if they differ."""
         visible = block_causal_mask(packed.seen_until_BT)
         position_BT, full_until = packed.position_ids_BT, self._reach.full_until
-        if full_until is None or int(position_BT.max()) < full_until:
+        if full_until is None or packed.longest <= full_until:
             return visible
         return self._reach.masks(visible, position_BT, position_BT)
 
@@ -390,27 +413,50 @@ class Scorer:
             hook.remove()
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
 
-    def _check_packing(self) -> None:
-        """Check that sequences of one row do not see each other; raise ModelError otherwise.
-
-        The log-probs of a sequence must not change with its neighbours, and must equal those in a
-        separate row. In 16 bits, rounding depends on the length of rows and on the experts' token
-        counts: differences are compared with those of the first sequence of a row, which are
-        rounding only, and with the effect of a token of the sequence itself.
-        """
-        ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
-        other = (ids + 7) % self.vocab_size
-        first, second, same_prompt = ids[:8], ids[8:16], np.concatenate([ids[:4], ids[16:]])
+    def _check_rows(self) -> None:
+        """Raise ModelError if log-probs depend on other sequences of a pass, or on padding."""
         try:
-            scores_P = self._probe(first, second, same_prompt)
+            difference = self._changed_by_neighbours()
         except (ValueError, TypeError, IndexError) as error:
             raise ModelError(
                 f"a model of type {self._kind!r} cannot be trained: it takes no mask for packed "
                 f"rows ({error})",
                 hint="use a model of another family, such as Qwen3 or Llama",
             ) from error
-        beside_P = self._probe(np.concatenate([ids[:4], other[4:8]]), second, same_prompt)
-        before_P = self._probe(first, np.concatenate([other[8:9], second[1:]]), same_prompt)
+        if difference:
+            raise ModelError(
+                f"a model of type {self._kind!r} cannot be trained: sequences of one pass change "
+                f"each other's log-probs by {difference:.2g}",
+                hint="use a model in which a token sees only what its mask shows",
+            )
+
+    def _knows_beginnings(self) -> bool:
+        """Return whether recurrent layers begin anew with each sequence of a flat row.
+
+        Kernels do that are given the lengths (`cu_seq_lens_q`) or a number for each sequence
+        (`seq_idx`); transformers' own functions in torch ignore both.
+        """
+        try:
+            return self.flat_rows and not self._changed_by_neighbours()
+        except _KERNEL_ERRORS as error:
+            _log.warning("flat_rows_unusable", model=self._kind, error=str(error))
+            return False
+
+    def _changed_by_neighbours(self) -> float:
+        """Return by how much sequences of one pass change each other's log-probs; 0: by rounding.
+
+        The log-probs of a sequence must not change with its neighbours, and must equal those in a
+        separate pass without padding. In 16 bits, rounding depends on the length of rows and on the
+        experts' token counts: differences are compared with those of the first sequence of a row,
+        which are rounding only, and with the effect of a token of the sequence itself.
+        """
+        ids = (self.vocab_size // 3 + np.arange(27, dtype=np.int64)) % self.vocab_size
+        other = (ids + 7) % self.vocab_size
+        first, second, same_prompt = ids[:11], ids[11:23], np.concatenate([ids[:7], ids[23:]])
+        changed = np.concatenate([second[:4], other[15:16], second[5:]])
+        scores_P = self._probe(first, second, same_prompt)
+        beside_P = self._probe(np.concatenate([ids[:7], other[7:11]]), second, same_prompt)
+        before_P = self._probe(first, changed, same_prompt)
         alone_P = torch.cat([self._probe(each) for each in (first, second, same_prompt)])
         own = float((before_P - scores_P)[3:6].abs().max())
         moved_P = torch.cat([(beside_P - scores_P)[3:], (before_P - scores_P)[[0, 1, 2, 6, 7, 8]]])
@@ -421,48 +467,20 @@ class Scorer:
         in_half = self.inside.dtype != torch.float32
         allowed = max(0.1, own / 4, 3 * rounding) if in_half else _EXACT
         allowed_moved = max(0.1, own / 20) if in_half and routers_of(self._model) else _EXACT
-        if not (moved <= allowed_moved and apart <= allowed):
-            raise ModelError(
-                f"a model of type {self._kind!r} cannot be trained: sequences that share a row "
-                f"change each other's log-probs by {max(moved, apart):.2g}",
-                hint="use a model in which a token sees only what its mask shows",
-            )
-
-    def _check_padding(self) -> None:
-        """Raise ModelError unless log-probs in padded rows are those of the model's own pass."""
-        ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
-        sequences = ids, ids[1:], ids[:-1]
-        padded_P = self._probe(*sequences, one_per_row=True)
-        alone_P = torch.cat([self._alone(each) for each in sequences])
-        changed = float((padded_P - alone_P).abs().max())
-        allowed = 0.1 if self.inside.dtype != torch.float32 else _EXACT
-        if not changed <= allowed:
-            raise ModelError(
-                f"a model of type {self._kind!r} cannot be trained: padding behind a sequence "
-                f"changes its log-probs by {changed:.2g}",
-                hint="use a model in which a token sees only tokens before it",
-            )
+        return 0.0 if moved <= allowed_moved and apart <= allowed else max(moved, apart)
 
     @property
     def _kind(self) -> str:
         return cast(Any, self._model).config.model_type
 
-    def _alone(self, ids: NDArray[np.int64]) -> Tensor:
-        """Return the log-probs that `_probe` returns of one sequence, by the model's own pass."""
-        tokens = torch.as_tensor(ids, device=self.device)
-        logits = self.inside.compute(lambda: self._model(input_ids=tokens[None], use_cache=False))
-        places = len(ids) - torch.tensor([4, 3, 1], device=self.device)
-        logprobs = (logits.logits[0].float() / self._temperature).log_softmax(-1)
-        return logprobs[places - 1, tokens[places]]
-
-    def _probe(self, *sequences: NDArray[np.int64], one_per_row: bool = False) -> Tensor:
+    def _probe(self, *sequences: NDArray[np.int64]) -> Tensor:
         """Return the log-probs of three tokens of each of several sequences in one micro-batch."""
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         [packed] = pack(
             [TokenSequence(ids, np.pad(mask, (len(ids) - len(mask), 0))) for ids in sequences],
             max_row_tokens=32,
             microbatch_tokens=64,
-            share_prompts=True,
-            one_per_row=one_per_row,
+            share_prompts=self.shares_columns,
+            one_per_row=self.one_per_row,
         )
         return self.score(packed).logprobs_N

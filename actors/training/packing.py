@@ -21,8 +21,8 @@ The last generated token of a sequence and the tokens after it take no column: n
 depends on them. A token may be predicted in another segment than its neighbours (a response's first
 token at the prompt's last column): `source_col_N` has the column of each token.
 
-For a model with recurrent layers each row holds one sequence (`one_per_row`). Rows of similar
-length share a micro-batch, so that at most a tenth of it is padding.
+For a model with recurrent layers each row holds one sequence, or equal ones (`one_per_row`). Rows
+of similar length share a micro-batch, so that at most a tenth of it is padding.
 
 Sequences with images are packed like others (`policy/vision.py`).
 
@@ -304,13 +304,14 @@ def make_prompt_units(
     share_prompts: bool,
     see: See,
 ) -> list[PromptUnit]:
-    """Group the sequences of one prompt, as far as they fit into a row."""
+    """Group the sequences of one prompt, as far as they fit into a row, or else equal ones."""
     prompts, totals = layout.prompts, layout.totals
     families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, sequence in enumerate(sequences):
         if totals[index]:
-            same = (_key(sequence, 0, prompts[index]), sequence.images)
-            families[same if share_prompts else (index,)].append(index)
+            end = prompts[index] if share_prompts else totals[index]
+            same = (prompts[index], _key(sequence, 0, end), sequence.images)
+            families[same].append(index)
     units: list[PromptUnit] = []
     for members in families.values():
         length = prompts[members[0]]
@@ -591,6 +592,8 @@ def _build(
         seq_N=tensor(np.repeat(np.arange(len(seq_S)), layout.counts_S[seq_S])),
         seq_S=tensor(seq_S),
         index_N=tensor(index_N),
+        segments=max(int(writer.segments.max()) for writer in writers),
+        longest=1 + max(int(writer.positions.max()) for writer in writers),
         images=pack_images([writer.images for writer in writers]),
         experts_BTLK=_stacked([writer.experts for writer in writers]),
     )

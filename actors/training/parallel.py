@@ -8,10 +8,9 @@ within a row, then over the rows. A single rank, the usual case, holds everythin
 operations do nothing.
 """
 
-# torch and transformers leave some of their methods untyped.
+# torch and transformers leave some of their methods untyped, and torch its stores out of `__all__`.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# torch leaves some of its methods untyped, and its stores out of `__all__`.
-# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false
 
 import asyncio
 import copy
@@ -40,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
-from ..policy.layers import decoder_of, needs_masks
+from ..policy.layers import decoder_of, is_recurrent, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
@@ -79,36 +78,45 @@ class SequenceGroup:
 def _divide_attention(model: nn.Module, share: SequenceGroup) -> None:
     """Make a model accept rows divided over the processes, in addition to full rows.
 
-    Raises ConfigError for a model whose heads cannot be divided.
+    Raises ConfigError for a model that cannot be divided.
     """
-    if (reason := needs_masks(model)) is not None:
-        raise ConfigError(
-            f"learner.context_parallel={share.size} cannot divide this model: {reason}",
-            hint="set learner.context_parallel=1",
-        )
+    check_divisible(model, share.size)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
     kernels: Any = ALL_ATTENTION_FUNCTIONS
 
-    whole: Any = model.config
-    config = whole.get_text_config()
+    config = cast(Any, model).config.get_text_config()
     kernel: str = config._attn_implementation
-    heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}
-    if any(number % share.size for number in heads) or kernel not in kernels:
-        raise ConfigError(
-            f"learner.context_parallel={share.size} cannot divide a model of "
-            f"{config.num_attention_heads} heads, {min(heads)} of them for keys and values, with "
-            f"model.attn_implementation={kernel}",
-            hint="choose a divisor of both",
-        )
     name = f"divided_{kernel}_over_{share.size}"
     inner = partial(_attend, kernels[kernel], share)
     kernels.register(name, inner)
     if kernel in masks:
         masks.register(name, masks[kernel])
     config._attn_implementation = name
+
+
+def check_divisible(model: nn.Module, size: int) -> None:
+    """Raise ConfigError unless `size` processes can share the columns of a model's rows."""
+    config = cast(Any, model).config.get_text_config()
+    refused = f"learner.context_parallel={size} cannot divide"
+    if is_recurrent(config):
+        raise ConfigError(
+            f"{refused} this model: it has recurrent layers, whose state passes through all "
+            "columns of a row in order",
+            hint="set learner.context_parallel=1",
+        )
+    settings = cast("dict[str, Any]", config.to_dict())
+    for name, numbers in settings.items():
+        if not name.endswith(("attention_heads", "key_value_heads")):
+            continue
+        for number in cast("list[Any]", numbers if isinstance(numbers, list) else [numbers]):
+            if isinstance(number, int) and number % size:
+                raise ConfigError(
+                    f"{refused} a model with {name}={number}",
+                    hint="choose a divisor of its numbers of heads",
+                )
 
 
 def _attend(
@@ -125,6 +133,8 @@ def _attend(
     if query_BHTD.shape[2] == _length(attention_mask, options, query_BHTD.shape[2]):
         return inner(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
     heads = (_exchanged(states, share) for states in (query_BHTD, key_BHTD, value_BHTD))
+    if (sinks_H := options.get("s_aux")) is not None:
+        options["s_aux"] = sinks_H.chunk(share.size)[share.place]
     states_BTHD, weights = inner(module, *heads, attention_mask, **options)
     return _exchanged(states_BTHD, share), weights
 

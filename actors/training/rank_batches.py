@@ -51,10 +51,18 @@ class RankPacker:
         self._model = model
         self._scorer = scorer
         self._max_row_tokens, self._share_prompts = learner.max_row_tokens, learner.share_prompts
+        self._one_per_row, self._flat_rows = False, True
+        self.serve(scorer)
         self.microbatch_tokens = learner.pass_tokens
         """Tokens per forward and backward pass."""
         self._parallel = parallel
         self._image_reader = image_reader
+
+    def serve(self, scorer: Scorer) -> None:
+        """Make rows that another model can read, too: a critic, a reference or a teacher."""
+        self._one_per_row |= scorer.one_per_row
+        self._flat_rows &= scorer.flat_rows
+        self._share_prompts &= scorer.shares_columns
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         """Pack this rank's share of the kept sequences."""
@@ -72,7 +80,7 @@ class RankPacker:
 
     def _laid_out(self, micro: MicroBatch) -> MicroBatch:
         """Return the rows as the attention reads them, reduced to the columns computed here."""
-        sequence, flat_rows = self._parallel.sequence, self._scorer.flat_rows
+        sequence, flat_rows = self._parallel.sequence, self._flat_rows
         micro = flatten(micro) if flat_rows else micro
         if sequence is not None:
             micro = columns_of(micro, sequence.place, sequence.size)
@@ -106,9 +114,9 @@ class RankPacker:
             max_row_tokens=min(self._max_row_tokens, self.microbatch_tokens),
             microbatch_tokens=self.microbatch_tokens,
             share_prompts=self._share_prompts,
-            one_per_row=self._scorer.one_per_row,
+            one_per_row=self._one_per_row,
             # Without a mask, the length of a row costs nothing.
-            hidden_size=None if self._scorer.flat_rows else self._scorer.hidden_size,
+            hidden_size=None if self._flat_rows else self._scorer.hidden_size,
             see=self._read_images,
         )
         moved = (self._laid_out(micro).to(self._scorer.device) for micro in packed)

@@ -192,7 +192,9 @@ class Trainer:
         inside = self._parallel.place(
             frozen, learner, config.attn_implementation, moves_frozen=moves
         )
-        return self._scorer_of(frozen, inside)
+        scorer = self._scorer_of(frozen, inside)
+        self._packer.serve(scorer)
+        return scorer
 
     def _make_critic(self) -> Critic:
         config = self.config
@@ -202,7 +204,9 @@ class Trainer:
             config.critic.path or config.model.path,
             hollow=self._parallel.filled_by_another,
         )
-        return Critic(start, config, self._parallel)
+        critic = Critic(start, config, self._parallel)
+        self._packer.serve(critic.model.scorer)
+        return critic
 
     def _scorer_of(
         self, model: nn.Module, inside: Inside, replay: RouterReplay | None = None

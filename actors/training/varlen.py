@@ -57,6 +57,7 @@ class VarlenKernel(Protocol):
         cu_seq_k: Tensor | None,
         max_q: int,
         max_k: int,
+        /,
         *,
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
@@ -127,31 +128,17 @@ def flash_attn_kernel() -> VarlenKernel:
         ) from error
 
     def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
+        *inputs: Any,
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
         softcap: float = 0.0,
     ) -> Tensor:
-        left, right = window_size
         return cast(Any, flash_attn_varlen_func)(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
+            *inputs,
             softmax_scale=scale,
-            causal=right == 0,
-            window_size=(left, right),
+            causal=window_size[1] == 0,
+            window_size=window_size,
             softcap=softcap,
             deterministic=True,
         )
@@ -242,6 +229,8 @@ def _why_not(
         )
     if dtype == torch.float32:
         return "the kernels compute in 16 bits, and learner.dtype is float32"
+    if not getattr(config, "num_attention_heads", None):
+        return "it has no attention"
     size = _head_size(config)
     if size > _MAX_HEAD_SIZE or (is_torchs and size % 8):
         return (

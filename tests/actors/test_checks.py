@@ -25,11 +25,14 @@ from tinkermq.schemas.checks import run_checks
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig, RolloutConfig
 
-TEMPLATE, ROWS, WEIGHTS, ADAPTER, SAVING = (
+from tests.support.families import make_model
+
+TEMPLATE, ROWS, WEIGHTS, ADAPTER, LAYERS, SAVING = (
     "the model's tokenizer and template can be used",
     "each row can be learnt from",
     "the weights are those of the configuration",
     "the adapter fits the model",
+    "its layers can do what the learner asks",
     "a checkpoint can be written",
 )
 
@@ -271,6 +274,26 @@ def test_what_does_not_fit_is_told_with_the_key_to_raise(
     wanted = int(said.split()[4])
     found = ask(CHAT_TEMPLATE, gold=True, play=PLAY, **{limit: wanted - 1})
     assert found == {question: f"{said}: raise rollout.{limit} to {wanted}"}
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "said"),
+    [
+        (None, {"learner": {"ranks": 3, "slots": 3, "context_parallel": 3}}, "a model with num_"),
+        (None, {"algorithm": {"router_replay": True}}, "the model has no routers"),
+        ("lfm2", {"learner": {"ranks": 2, "slots": 2, "context_parallel": 2}}, "has recurrent"),
+        ("gpt_oss", {"model": {"attn_implementation": "varlen"}}, "its attention has sinks"),
+        ("gpt_oss", {"algorithm": {"router_replay": True}}, None),
+    ],
+)
+def test_what_a_models_layers_cannot_do_is_told(
+    model: Path, family: str | None, asked: dict[str, Any], said: str | None
+) -> None:
+    if family is not None:
+        make_model(family).save_pretrained(model)
+    found = faults(model, **{**asked, "model": {"path": str(model), **asked.get("model", {})}})
+    assert found.keys() == ({LAYERS} if said else set())
+    assert (said or "") in found.get(LAYERS, "")
 
 
 def test_a_games_system_prompt_that_the_template_leaves_out_is_told() -> None:

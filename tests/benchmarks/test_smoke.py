@@ -27,6 +27,7 @@ NEEDS = {
     "environment": ("fastapi", "uvicorn", "aiohttp"),
     "vllm": ("vllm",),
 }
+TAKES_MINUTES = {"against_trl_language_model"}
 NEEDS_SMOLLM2 = {"learner_real", "real_times", "tinker_real"}
 
 
@@ -44,7 +45,10 @@ def benchmark(name: str) -> Any:
     if name == "transfer_queue" and not (ROOT / ".transfer-queue").exists():
         missing = [".transfer-queue"]
         reason = "no .transfer-queue: benchmarks/transfer_queue.py says how to make it"
-    return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=reason))
+    marks = [pytest.mark.skipif(bool(missing), reason=reason)]
+    if name in TAKES_MINUTES:
+        marks.append(pytest.mark.long)
+    return pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("name", [benchmark(name) for name in NAMES])

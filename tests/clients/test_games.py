@@ -322,6 +322,7 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
 
 KINDS = get_args(GameKind)
 FAST = ("dataset",)
+LONG = (pytest.mark.full, pytest.mark.long)
 
 
 class Made:
@@ -368,7 +369,9 @@ def raised(told: str) -> tuple[float, float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=LONG) for kind in KINDS]
+)
 def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, kind: str) -> None:
     told = Made(cli, tmp_path, kind).say("make train")
     before, after = raised(told)
@@ -376,7 +379,7 @@ def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, k
     assert after > before + 0.1
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", get_args(AgentKind))
 def test_a_tiny_model_learns_to_use_the_tool_of_a_new_agent(
     cli: Cli, tmp_path: Path, kind: str

@@ -185,6 +185,7 @@ def test_the_guide_s_commands_start_every_service(pool: Pool) -> None:
     assert "node" in pool.tinkermq("doctor")
 
 
+@pytest.mark.long
 def test_scheduler_and_node_share_a_run_s_folder_and_a_sandbox_hosts_its_game(pool: Pool) -> None:
     pool.tinkermq("train", "/srv/job.json", f"name={RUN}")
     folder = f"/var/lib/tinkermq/outputs/root/{RUN}"

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from ....schemas.tinker.datum import LossResult
 from ....schemas.tinker.operation import ALONE, Company
 from ...policy.adapted_layers import OneAdapter
-from ...training.micro_batch import MicroBatch, TokenSequence
+from ...training.micro_batch import MicroBatch, TokenSequence, widened
 from ...training.packing import pack, ranges
 from .adapter import Adapter, RowShare, RowShares, SharedBase
 from .inputs import DatumBatch
@@ -348,7 +347,7 @@ def _concatenate(micros: Sequence[MicroBatch]) -> MicroBatch:
     if len(micros) == 1:
         return micros[0]
     columns = max(micro.input_ids_BT.shape[1] for micro in micros)
-    padded = [_pad(micro, columns) for micro in micros]
+    padded = [widened(micro, columns) for micro in micros]
     firsts = [0]
     for micro in padded:
         firsts.append(firsts[-1] + len(micro.input_ids_BT))
@@ -361,19 +360,8 @@ def _concatenate(micros: Sequence[MicroBatch]) -> MicroBatch:
         seen_until_BT=torch.cat([micro.seen_until_BT for micro in padded]),
         row_N=torch.cat(rows),
         source_col_N=torch.cat([micro.source_col_N for micro in padded]),
-    )
-
-
-def _pad(micro: MicroBatch, columns: int) -> MicroBatch:
-    more = columns - micro.input_ids_BT.shape[1]
-    if not more:
-        return micro
-    return replace(
-        micro,
-        input_ids_BT=functional.pad(micro.input_ids_BT, (0, more)),
-        position_ids_BT=functional.pad(micro.position_ids_BT, (0, more)),
-        segment_ids_BT=functional.pad(micro.segment_ids_BT, (0, more)),
-        seen_until_BT=functional.pad(micro.seen_until_BT, (0, more), value=columns),
+        segments=max(micro.segments for micro in padded),
+        longest=max(micro.longest for micro in padded),
     )
 
 
@@ -384,7 +372,7 @@ def _with_fillers(base: SharedBase, part: _Part, company: Company) -> list[_Part
     fillers = [_filler(size, columns, flat, device) for size in (before, behind)]
     matches = [
         _Part(fillers[0], None),
-        _Part(_pad(part.micro, columns), part.owner),
+        _Part(widened(part.micro, columns), part.owner),
         _Part(fillers[1], None),
     ]
     return [item for item in matches if item.num_rows]
@@ -403,4 +391,5 @@ def _filler(size: int, columns: int, flat: bool, device: torch.device) -> MicroB
         position_ids_BT=torch.where(real_BT, column_BT, 0),
         segment_ids_BT=real_BT.long(),
         seen_until_BT=torch.where(real_BT, ends_BT, columns),
+        longest=min(size, columns),
     )

@@ -95,7 +95,7 @@ class AdapterTrainer:
             layers,
             microbatch_tokens,
             logits_columns=max(1, logits_bytes // (4 * vocab)),
-            share_prompts=share_prompts,
+            share_prompts=share_prompts and scorer.shares_columns,
         )
         self._reader = DataReader(vocab=vocab, max_tokens=count_positions(config.to_dict()) or None)
         self._adapters: dict[str, Adapter] = {}

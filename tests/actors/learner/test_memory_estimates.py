@@ -114,7 +114,7 @@ def _assert_close(config: JobConfig) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "adapter"])
-@pytest.mark.parametrize("size", ["1 M", "5 M", "14 M"])
+@pytest.mark.parametrize("size", ["1 M", "5 M", pytest.param("14 M", marks=pytest.mark.long)])
 def test_the_estimate_of_a_step_is_what_torch_allocates(
     tmp_path: Path, size: str, rank: int, checkpointing: bool
 ) -> None:
@@ -182,7 +182,13 @@ def _batch_of_images() -> TrainingBatch:
     return assemble(groups)
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_VISION)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "qwen2_5_vl" else pytest.param(kind, marks=pytest.mark.long)
+        for kind in KINDS_OF_VISION
+    ],
+)
 @pytest.mark.parametrize("sections", VISION_CASES, ids=str)
 def test_images_are_counted(tmp_path: Path, kind: TinyVisionKind, sections: dict[str, Any]) -> None:
     lengths = {"max_prompt_tokens": 200, "max_turn_tokens": 56, "max_response_tokens": 56}

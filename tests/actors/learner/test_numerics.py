@@ -179,7 +179,11 @@ def test_frozen_weights_lie_in_16_bits_and_adapters_in_32(folder: Path) -> None:
     assert torch.equal(_logprobs(scorer), expected)
 
 
-@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapter"])
+@pytest.mark.parametrize(
+    "sections",
+    [pytest.param({}, marks=pytest.mark.long), {"lora": {"rank": 4}}],
+    ids=["all weights", "adapter"],
+)
 def test_one_rank_and_two_train_alike_in_bfloat16(folder: Path, sections: dict[str, Any]) -> None:
     learner = {"dtype": "bfloat16", "lr": 0.01}
     (reports, weights), (expected, alone) = (

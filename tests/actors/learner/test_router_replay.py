@@ -59,23 +59,23 @@ def config_of(folder: Path, **learner: Any) -> JobConfig:
     )
 
 
-def with_experts(group: Group, rng: np.random.Generator) -> Group:
+def with_experts(group: Group, rng: np.random.Generator, layers: int = LAYERS) -> Group:
     """Let a group tell experts at random; what has one prompt has them alike, but for the last."""
     told: list[Trajectory] = []
     longest = max(len(item.token_ids) for item in group.trajectories)
-    common = draw(rng, longest)
+    common = draw(rng, longest, layers)
     for place, item in enumerate(group.trajectories):
         length, prompt = len(item.token_ids) - 1, int(item.mask.argmax())
-        experts = draw(rng, length)
+        experts = draw(rng, length, layers)
         if place < len(group.trajectories) - 1:
             experts[:prompt] = common[:prompt]
         told.append(item.model_copy(update={"experts": experts}))
     return group.model_copy(update={"trajectories": told})
 
 
-def draw(rng: np.random.Generator, num: int) -> np.ndarray:
+def draw(rng: np.random.Generator, num: int, layers: int = LAYERS) -> np.ndarray:
     """Draw the experts of some tokens."""
-    return rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (num, LAYERS, 1)), axis=-1)[
+    return rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (num, layers, 1)), axis=-1)[
         ..., :CHOSEN
     ].copy()
 
