@@ -144,8 +144,10 @@ def named_objects(game: str, kwargs: Mapping[str, Any]) -> list[str]:
 
 def _named(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> list[str]:
     values = [kwargs.get(name) for name in game_class.named_arguments]
-    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return [one for one in flat if isinstance(one, str) and ":" in one]
+    targets: list[Any] = []
+    for value in values:
+        targets += cast("list[Any]", value) if isinstance(value, list) else [value]
+    return [target for target in targets if isinstance(target, str) and ":" in target]
 
 
 def find_game(game: str) -> str:
