@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -233,6 +233,19 @@ def _closest(game: str) -> str:
     near = difflib.get_close_matches(game, names, n=1)
     known = f"registered are {', '.join(names)}; or give package.module:Class"
     return f"did you mean {near[0]}? {known}" if near else known
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str], what: str, otherwise: str) -> None:
+    """Raise GameError, `what` and the name, for a name that is not a known one.
+
+    The hint has the closest ones, or is `otherwise`.
+    """
+    choices = list(known)
+    for name in names:
+        if name not in choices:
+            near = difflib.get_close_matches(name, choices, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else otherwise
+            raise GameError(f"{what} {name!r}", hint=hint)
 
 
 def import_object(target: str) -> tuple[ModuleType, Any]:

@@ -8,7 +8,6 @@ are used up, −0.1 for an invalid action, −0.01 for any other step.
 
 import ast
 import contextlib
-import difflib
 import fcntl
 import functools
 import json
@@ -25,7 +24,7 @@ from typing import IO, Any, ClassVar, Literal, Protocol, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
-from ..registry import extra, import_object
+from ..registry import extra, import_object, refuse_unknown
 from ..running.global_random import GlobalRandom
 
 # Emulators: number i of a machine has console port `console_port + 2·i` and gRPC port `grpc_port +
@@ -307,7 +306,8 @@ class AndroidWorldGame(AbstractGame):
             self._devices.check(number)
         self._tasks = self._devices.tasks(family)
         self._names = sorted(self._tasks if tasks is None else tasks)
-        self._check_names(family)
+        what = f"the family {family} of android_world has no task"
+        refuse_unknown(self._names, self._tasks, what, "see its registry")
         self._num_devices = emulators
         self._max_steps = max_steps
         self._screenshots = screenshots
@@ -398,15 +398,6 @@ class AndroidWorldGame(AbstractGame):
         screen = describe_screen(state.ui_elements, self._running.env.logical_screen_size)
         info = {"screenshot": state.pixels} if self._screenshots else {}
         return f"Goal: {self._running.goal}\n\nScreen:\n{screen}", info
-
-    def _check_names(self, family: str) -> None:
-        for name in self._names:
-            if name not in self._tasks:
-                near = difflib.get_close_matches(name, self._tasks, n=3)
-                raise GameError(
-                    f"the family {family} of android_world has no task {name!r}",
-                    hint=f"did you mean {' or '.join(near)}?" if near else "see its registry",
-                )
 
 
 class _Running:
