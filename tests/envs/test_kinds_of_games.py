@@ -64,7 +64,7 @@ class Kind:
     model: str = "tools"
     serves: Callable[[], Any] | None = None
     """Runs a server and yields its URL."""
-    mark: pytest.MarkDecorator = pytest.mark.long
+    mark: str = "long"
 
 
 def game(name: str, fails: str, mistake: Mapping[str, Any], **env: Any) -> Kind:
@@ -124,11 +124,11 @@ KINDS = {
     "ToolGame": game(f"{HERE}.tool_games:Adding", PROMPTS, PLAIN),
     "reasoning-gym": replace(
         game("reasoning_gym", MADE, {"datasets": "none"}, kwargs={"datasets": "leg_counting"}),
-        mark=pytest.mark.extras,
+        mark="extras",
     ),
     "verifiers": replace(
         game("verifiers", MADE, {"taskset": "none"}, kwargs={"taskset": "word-tasks"}),
-        mark=pytest.mark.extras,
+        mark="extras",
     ),
     "TRL": game(f"{TRL}:WordEnv", MADE, {"env": {"game": f"{TRL}:NoDoc"}}),
     "TRL's rewards": game(
@@ -164,7 +164,7 @@ KINDS = {
     "Harbor": Kind(
         {"agent": {"command": [*PYTHON, ASK], "tasks": "harbor:{folder}/tasks"}},
         {"agent": {"tasks": "harbor:{folder}/odd_tasks"}},
-        "tasks",
+        "end",
     ),
     "conversations": Kind(
         {"sft": {"data": ["{folder}/chats.jsonl"]}},
@@ -175,7 +175,6 @@ KINDS = {
 
 ROLLOUT = {
     "group_size": 2,
-    "max_turns": 3,
     "max_prompt_tokens": 2000,
     "max_turn_tokens": 64,
     "max_response_tokens": 600,
@@ -207,6 +206,8 @@ def job(kind: Kind, folder: Path, url: str = "", *, mistaken: bool = False) -> d
     tree["env"] = {"num_val": 0}
     tree["learner"] |= {"max_row_tokens": 2600, "microbatch_tokens": 2600}
     tree["training"] |= {"num_steps": 1, "batch_size": 1, "save_freq": 0}
+    if "env" in kind.job:
+        tree["rollout"]["max_turns"] = 3
     if "sft" in kind.job:
         del tree["env"], tree["rollout"]["group_size"]
     _lay(tree, kind.job)
@@ -241,7 +242,11 @@ def failed(tree: Mapping[str, Any], file: Path, nats: str) -> list[dict[str, dic
 
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(one, id=name, marks=one.mark) for name, one in KINDS.items()]
+    "kind",
+    [
+        pytest.param(one, id=name, marks=getattr(pytest.mark, one.mark))
+        for name, one in KINDS.items()
+    ],
 )
 async def test_checks_dry_run_and_run_say_the_same_of_a_kind_of_environment(
     stack: Stack, kind: Kind, folder: Path, tmp_path: Path
