@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ from ..schemas.wire.errors import (
     root_cause,
 )
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
+from .addresses import settle_interface
 from .storage.access import refuse_files_of_others, refuse_links_to_others
 from .storage.cache import fetch_models
 from .storage.held_models import held_models
@@ -64,6 +66,7 @@ SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
 """Services that may not create the buckets that all jobs share, and wait for them."""
 _SHARED_DEADLINE_S = 60.0
+_MOST_TEXTS = 1024
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -155,6 +158,23 @@ class ActorContext:
         )
 
 
+class Repeats:
+    """Counts equal texts, so that what repeats is reported once, and then at each doubling."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._counts: Counter[str] = Counter()
+
+    def due(self, text: str) -> int:
+        """Count a text; return how often it came, or 0 if that need not be reported."""
+        if len(self._counts) >= _MOST_TEXTS:
+            self._counts.clear()
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        self._counts[digest] += 1
+        count = self._counts[digest]
+        return 0 if count & (count - 1) else count
+
+
 @dataclass
 class JobContext(ActorContext):
     """The context of an actor that belongs to a job."""
@@ -164,6 +184,8 @@ class JobContext(ActorContext):
     config: JobConfig = field(kw_only=True)
     own_bytes: Callable[[], dict[str, int]] = dict
     """Known bytes of this actor's memory by kind."""
+    given_up: Repeats = field(default_factory=Repeats)
+    """The errors of tasks that this actor gave up."""
     _control_handler: ControlHandler | None = None
     _serves_control: bool = False
 
@@ -386,7 +408,10 @@ def _run(
         stopping = _stop_on_signal(loop, log)
         job, login, name = "job" in bound, take_login(), bound["actor"]
         async with connected(nats, name, stopping, login=login, for_ever=job) as broker:
-            return EXIT_DRAINED if broker is None else await body(broker, stopping)
+            if broker is None:
+                return EXIT_DRAINED
+            await settle_interface(broker)
+            return await body(broker, stopping)
 
     return run_process(log, main)
 

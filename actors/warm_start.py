@@ -76,22 +76,25 @@ OWN = Recipe(steps=300, lr=3e-3, width=64, conversations=2048)
 
 def module_of(game: str) -> str:
     """Return the module whose `demonstrations(rng)` returns a conversation of the game."""
-    return game if "." in game else f"tinkermq.envs.games.{game}"
+    return f"tinkermq.envs.games.{game}" if game in RECIPES else game
 
 
 def find_recipe(game: str) -> Recipe:
-    """Return the recipe of a game, or of a module of the user's (`package.module`).
+    """Return the recipe of a game, or of a module of the user's, by its import path.
 
     Raises ConfigError for a game without one.
     """
-    if "." in game:
-        return replace(OWN, sees=getattr(import_module(game), "VISION", False))
-    if game not in RECIPES:
+    if game in RECIPES:
+        return RECIPES[game]
+    try:
+        module = import_module(game)
+    except ImportError as error:
         raise ConfigError(
-            f"there is no warm start for game {game!r}",
-            hint=f"there is one for {list(RECIPES)}; or name a module of yours, package.module",
-        )
-    return RECIPES[game]
+            f"there is no warm start for game {game!r}: {error}",
+            hint=f"there is one for {list(RECIPES)}; or name a module of yours that can be "
+            "imported here and has demonstrations(rng)",
+        ) from error
+    return replace(OWN, sees=getattr(module, "VISION", False))
 
 
 def is_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> bool:
@@ -228,7 +231,7 @@ def _tokens(chat: "ChatTokenizer", messages: list[ChatMessage]) -> "TokenSequenc
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and make the model."""
     parser = argparse.ArgumentParser(prog="python -m tinkermq.actors.warm_start")
-    games = f"one of {', '.join(RECIPES)}, or package.module with demonstrations(rng)"
+    games = f"one of {', '.join(RECIPES)}, or a module with demonstrations(rng)"
     parser.add_argument("game", help=games)
     parser.add_argument("folder", type=Path, help="folder of the model to write")
     parser.add_argument("--seed", type=int, default=0)

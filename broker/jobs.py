@@ -319,6 +319,19 @@ class JobStore:
         await self._jobs.delete(entry.key, revision=entry.revision)
         return away
 
+    async def rename(self, record: JobRecord, name: str) -> JobRecord:
+        """Give a run that has ended, archived or not, another name."""
+        named = {"name": name, "config": {**record.config, "name": name}}
+        if record.archived is None:
+            return await self.update(record, lambda now: now.model_copy(update=named))
+
+        def changed(archived: JobRecord | None) -> JobRecord:
+            if archived is None:
+                raise NotFoundError(f"job {record.job} is not archived any more", hint="try again")
+            return archived.model_copy(update=named)
+
+        return (await self._archive.change(record.scope.key, changed)).value
+
     async def take_back(self, record: JobRecord, removal: Removal) -> JobRecord:
         """Move the record of an archived job back, marked with the request `removal`.
 

@@ -47,6 +47,9 @@ class PoolClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening = asyncio.Lock()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown_url(self._broker_url)!r})"
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -158,6 +161,9 @@ class SyncTwin(Generic[A]):
     def __init__(self, aio: A) -> None:
         self.aio = aio
         """The async client."""
+
+    def __repr__(self) -> str:
+        return repr(self.aio).removeprefix("Async")
 
     def __enter__(self) -> Self:
         return self

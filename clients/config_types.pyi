@@ -551,7 +551,7 @@ class SelfPlayConfigDict(TypedDict, total=False):
 
 class WeightsConfigDict(TypedDict, total=False):
     transport: Literal['auto', 'object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: [from memory to memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: [from memory to memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generators have GPUs (in a pool with users: share one), else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pydantic import BaseModel, Field
 
@@ -39,6 +39,8 @@ class StackState(BaseModel):
     """Number of restarts of each of them."""
     home: str
     """The folder of the stack."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """The options with which it was started."""
     started: float
     """Seconds since the epoch."""
 

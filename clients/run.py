@@ -248,6 +248,10 @@ class AsyncRun(PoolClient):
         self.record: JobRecord | None = None
         """The run's record, as it was last read."""
 
+    def __repr__(self) -> str:
+        state = "" if self.record is None else f", {self.record.state}"
+        return f"{type(self).__name__}({self.name!r}{state})"
+
     async def refresh(self) -> JobRecord:
         """Read and return the run's record: state, reason, times, configuration."""
         self.record = await (await self._connected()).find(self.name)
@@ -377,10 +381,6 @@ class Run(SyncTwin[AsyncRun]):
     profile = make_sync(AsyncRun.profile)
     evaluate = make_sync(AsyncRun.evaluate)
     compare = make_sync(AsyncRun.compare)
-
-    def __repr__(self) -> str:
-        record = self.aio.record
-        return f"Run({self.name!r})" if record is None else f"Run({record.name!r}, {record.state})"
 
     def _repr_html_(self) -> str:
         """Return state and reward curve for a notebook."""

@@ -170,6 +170,10 @@ def _check_folders_exist(agent: Mapping[str, Any]) -> None:
             )
 
 
+_MODELS_OF_EXAMPLES = Path("outputs/models")
+"""Each is made by the warm start of that name."""
+
+
 def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) -> str:
     """Check a model folder without loading it, and describe it; a model elsewhere is only named.
 
@@ -188,7 +192,9 @@ def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) ->
             return check_model_folder(find_model(path), here=here, has_tokenizer=has_tokenizer)
         raise ModelError(
             f"there is no model folder {path!r}",
-            hint="give a Hugging Face folder, the name of a model on the hub (owner/name), or one "
+            hint=f"make it: `python -m tinkermq.actors.warm_start {folder.name} {path}`"
+            if folder.parent == _MODELS_OF_EXAMPLES
+            else "give a Hugging Face folder, the name of a model on the hub (owner/name), or one "
             f"of `tinkermq model list`: {', '.join(CATALOGUE)}",
         )
     if (folder / ADAPTER_CONFIG).is_file():

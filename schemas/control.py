@@ -145,6 +145,12 @@ class RankState(Message):
     """Whether a restart would end with the same error."""
     draining: bool = False
     """It exits after the learner."""
+    silent_s: float = Field(default=0.0, ge=0)
+    """Time for which no thread of the process has run."""
+    collectives: int = Field(default=0, ge=0)
+    """Number of collectives that it has begun."""
+    doing: str = ""
+    """Its order."""
 
 
 def rank_of(actor: str) -> int:

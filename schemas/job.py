@@ -116,6 +116,8 @@ class ActorPlacement(Message):
     slots: int = Field(default=1, ge=0)
     devices: list[int] = Field(default_factory=list[int])
     """The node's slots: indices of GPUs or CPU shares."""
+    gpus: bool = False
+    """Whether they are whole GPUs, not instances of one or CPU shares."""
     shares: str = ""
     """Actor of the job whose slots it uses too: always if it has none of its own, else in a pool
     of one GPU."""

@@ -59,6 +59,8 @@ class Profile:
     """Median wait of a group for the game's answer."""
     answer_p95_s: float
     typical: TypicalStep | None
+    cores_busy: float = 0.0
+    """Busy share of the cores of the one machine that computes the run; 0: unknown."""
 
     @property
     def held_back(self) -> float:
@@ -95,7 +97,15 @@ def profile_of(traces: Sequence[StepTrace]) -> Profile:
         answer_p50_s=_quantile(answers, 0.5),
         answer_p95_s=_quantile(answers, 0.95),
         typical=_typical(traces),
+        cores_busy=_cores_busy(traces),
     )
+
+
+def _cores_busy(traces: Sequence[StepTrace]) -> float:
+    """Average the busy share of the cores over the steps, by their time."""
+    known = [(trace.cores_busy, sum(trace.learner.values())) for trace in traces]
+    whole = sum(seconds for share, seconds in known if share)
+    return sum(share * seconds for share, seconds in known) / whole if whole else 0.0
 
 
 def waited_for(trace: StepTrace) -> list[tuple[str, float]]:
@@ -200,24 +210,17 @@ class Advice:
     change: tuple[str, ...]
 
 
-def advise(
-    profile: Profile,
-    run: str,
-    bound: str = "training.max_staleness",
-    *,
-    cores_busy: float = 0.0,
-) -> list[Advice]:
+def advise(profile: Profile, run: str, bound: str = "training.max_staleness") -> list[Advice]:
     """Return at least one advice on what slows a run down, the most important first.
 
     `run` is its name, for commands; empty for an ended run, whose advice names configuration keys.
-    `bound` is the key that bounds the staleness, `cores_busy` the busy share of a machine's cores,
-    if the whole run is on that machine.
+    `bound` is the key that bounds the staleness.
     """
     waited = profile.learner.get("wait", 0.0)
     if waited < _WAITS:
         advice = [_learner_busy(profile)]
-    elif cores_busy >= _ALL_BUSY and _mostly(profile) != "weights":
-        advice = [_machine_busy(waited, cores_busy, run)]
+    elif profile.cores_busy >= _ALL_BUSY and _mostly(profile) != "weights":
+        advice = [_machine_busy(waited, profile.cores_busy, run)]
     else:
         advice = [_learner_waits(profile, run, bound)]
     held_back = profile.held_back

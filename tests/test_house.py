@@ -252,7 +252,7 @@ def re_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return ast.unparse(node.targets[0]) in {"__all__", "_HOMES"}
     if isinstance(node, ast.FunctionDef):
-        return node.name == "__getattr__"
+        return node.name in {"__getattr__", "__dir__"}
     if isinstance(node, ast.If):
         if ast.unparse(node.test).startswith("__name__ != "):  # a room outside of the package
             return True

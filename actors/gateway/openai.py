@@ -22,6 +22,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterator,
+    Mapping,
 )
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ...broker.client.connection import Broker
 from ...broker.client.parts import Room, ask_parts
@@ -39,6 +41,7 @@ from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
 from ...schemas import infer
 from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.local.process import finish
 from ...schemas.model_apis import answers
 from ...schemas.model_apis.chat import CHAT, COMPLETIONS
 from ...schemas.model_apis.messages import MESSAGES
@@ -301,13 +304,13 @@ class Answering:
             raw = await unless_gone(request, _whole(parts, reader, room))
             headers = _told(model_request, reader.head)
             return Response(raw, media_type="application/json", headers=headers)
-        first = await unless_gone(request, _first_of(parts, self._keepalive_s))
-        head = first.result() if first.done() else None
-        return StreamingResponse(
-            _stream(first, parts, reader, api, self._keepalive_s),
-            media_type="text/event-stream",
-            headers={**_STREAM_HEADERS, **_told(model_request, head)},
-        )
+        streamed = StreamedAnswer(parts, reader, api, self._keepalive_s)
+        try:
+            head = await unless_gone(request, streamed.begin())
+        except BaseException:
+            await finish(streamed.close())
+            raise
+        return _StreamResponse(streamed, {**_STREAM_HEADERS, **_told(model_request, head)})
 
     async def of_prompt(
         self, request: Request, broker: Broker, model_request: ModelRequest, **more: Any
@@ -431,32 +434,63 @@ def _json(value: Any, depth: int = 4) -> Iterator[str]:
         yield _encode(value)
 
 
-_Coming: TypeAlias = "asyncio.Future[infer.InferPart]"
+class StreamedAnswer:
+    """The events of an answer; its server stops when it is closed."""
 
+    def __init__(
+        self,
+        parts: AsyncGenerator[infer.InferPart, None],
+        reader: AnswerReader,
+        api: answers.ModelApi,
+        keepalive_s: float,
+    ) -> None:
+        """Stream `parts`; `begin` asks for the first one."""
+        self._parts, self._reader, self._api = parts, reader, api
+        self._keepalive_s = keepalive_s
+        self._coming: asyncio.Future[infer.InferPart] | None = None
 
-async def _stream(
-    coming: _Coming,
-    parts: AsyncGenerator[infer.InferPart, None],
-    reader: AnswerReader,
-    api: answers.ModelApi,
-    keepalive_s: float,
-) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer; if the client disconnects, the server stops."""
-    try:
-        while True:
-            while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
-                yield _encoded(api.waiting)
-            part = coming.result()
-            for text in reader.push(part):
+    async def begin(self) -> infer.InferPart | None:
+        """Wait briefly for the first part, so that a refusal gets its own HTTP status."""
+        coming = self._coming = asyncio.ensure_future(anext(self._parts))
+        done, _ = await asyncio.wait({coming}, timeout=self._keepalive_s)
+        return coming.result() if done else None
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events, behind `begin`."""
+        assert self._coming is not None
+        try:
+            while True:
+                while not (await asyncio.wait({self._coming}, timeout=self._keepalive_s))[0]:
+                    yield _encoded(self._api.waiting)
+                for text in self._reader.push(self._coming.result()):
+                    yield _encoded(text)
+                self._coming = asyncio.ensure_future(anext(self._parts))
+        except StopAsyncIteration:
+            for text in self._reader.end():
                 yield _encoded(text)
-            coming = asyncio.ensure_future(anext(parts))
-    except StopAsyncIteration:
-        for text in reader.end():
-            yield _encoded(text)
-    except errors.TinkermqError as error:
-        yield _encoded(reader.fail(api.error(error, error.status)))
-    finally:
-        await _give_up(coming, parts)
+        except errors.TinkermqError as error:
+            yield _encoded(self._reader.fail(self._api.error(error, error.status)))
+
+    async def close(self) -> None:
+        """Stop the server, unless the answer is complete."""
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.gather(self._coming, return_exceptions=True)
+        await self._parts.aclose()
+
+
+class _StreamResponse(StreamingResponse):
+    """A response that closes its answer, also if its client has gone before its first byte."""
+
+    def __init__(self, streamed: StreamedAnswer, headers: Mapping[str, str]) -> None:
+        super().__init__(streamed.events(), media_type="text/event-stream", headers=headers)
+        self._streamed = streamed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # outside of Starlette's cancel scope, which would cancel each await here, too
+            await finish(self._streamed.close())
 
 
 def _encoded(text: str) -> bytes:
@@ -484,24 +518,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         task.cancel()
-
-
-async def _first_of(parts: AsyncGenerator[infer.InferPart, None], wait_s: float) -> _Coming:
-    """Wait briefly for the first part, so that a refusal gets its own HTTP status."""
-    coming = asyncio.ensure_future(anext(parts))
-    try:
-        if (await asyncio.wait({coming}, timeout=wait_s))[0]:
-            coming.result()
-    except BaseException:
-        await _give_up(coming, parts)
-        raise
-    return coming
-
-
-async def _give_up(coming: _Coming, parts: AsyncGenerator[infer.InferPart, None]) -> None:
-    coming.cancel()
-    await asyncio.gather(coming, return_exceptions=True)
-    await parts.aclose()
+        await finish(asyncio.wait({task}))
 
 
 # -- endpoints -------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ from ...schemas.task import Blame, Dropped, DropReason
 from ...schemas.wire import errors
 
 LEAST_IN_A_ROW = 32
+LEAST_ALIKE = 8
+"""So many tasks fail with one error before any succeeds: the game does not work."""
+_ALIKE_IN: frozenset[str] = frozenset({"environment", "reward", "task"})
 LEAST_UNTRAINABLE = 256
 UNTRAINABLE_BATCHES = 20
 RESERVATION_EXPIRED = "reservation_expired"
@@ -77,10 +80,17 @@ class Failures:
         clock: Callable[[], float] = time.monotonic,
         *,
         external: bool = False,
+        is_new: bool = True,
     ) -> None:
-        """End the job after `idle_s` without a finished task."""
+        """End the job after `idle_s` without a finished task.
+
+        `is_new`: no task has succeeded before.
+        """
         self._limit = max(LEAST_IN_A_ROW, 2 * batch_size)
         self._num_in_a_row = 0
+        self._first: Blame | None = None
+        """The error of all tasks so far."""
+        self._is_alike = is_new
         self._idle_s = idle_s
         self._external = external
         self._clock = clock
@@ -103,10 +113,19 @@ class Failures:
         """
         self.note_progress()
         if blame is None:
-            self._num_in_a_row = 0
-        elif blame.code != RESERVATION_EXPIRED:
+            self._num_in_a_row, self._is_alike = 0, False
+            return
+        if blame.code != RESERVATION_EXPIRED:
             self._num_in_a_row += 1
-        if blame is not None and self._num_in_a_row >= self._limit:
+            self._first = self._first or blame
+            self._is_alike &= blame == self._first and blame.boundary in _ALIKE_IN
+        if self._is_alike and self._num_in_a_row >= LEAST_ALIKE:
+            raise errors.of_boundary(blame.boundary)(
+                f"the first {self._num_in_a_row} tasks in a row failed with one error: "
+                f"{blame.message}",
+                hint=blame.hint,
+            )
+        if self._num_in_a_row >= self._limit:
             raise errors.of_boundary(blame.boundary)(
                 f"{self._num_in_a_row} tasks in a row failed, the last one: {blame.message}",
                 hint=blame.hint,

@@ -214,3 +214,9 @@ def _opponent_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
         numbers[f"opponent/{version}/win_rate"] = float(np.mean(np.array(rewards) > 0))
         numbers[f"opponent/{version}/episodes"] = float(len(rewards))
     return numbers
+
+
+def prompt_and_others(mask_T: NDArray[np.uint8]) -> tuple[int, int]:
+    """Return the number of tokens before the first generated one, and of the others."""
+    prompt = int(mask_T.argmax()) if mask_T.any() else len(mask_T)
+    return prompt, len(mask_T) - prompt

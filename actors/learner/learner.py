@@ -107,7 +107,11 @@ class Learner:
             self._recorded.check_owner,
         )
         self._failures = Failures(
-            config.training.batch_size, config.limits.idle_s, broker.clock, external=external
+            config.training.batch_size,
+            config.limits.idle_s,
+            broker.clock,
+            external=external,
+            is_new=state.step == 0,
         )
         self._untrainable = Untrainable(
             config.training.batch_size, config.limits.untrainable_groups, state.judged_seq

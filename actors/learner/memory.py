@@ -35,6 +35,7 @@ from ...schemas.plan.settings import (
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import EngineError, OutOfMemoryError, StorageError, TinkermqError
 from ..policy.devices import own_card
+from ..policy.model_folder import fetch_configs
 from ..runtime import JobContext
 from ..training.rank_batches import smaller_pass
 from ..training.state import LearnerState
@@ -46,16 +47,15 @@ _log = structlog.get_logger()
 def with_chosen_settings(
     config: JobConfig, card: GpuCard | None, *, shared: bool = False
 ) -> JobConfig:
-    """Return a configuration with the learner's `auto` keys chosen for a card.
+    """Return a configuration with the learner's `auto` keys chosen for a card; blocks.
 
-    `shared`: an engine uses the same card. Without a card, or for an unknown model, the keys keep
-    the defaults of a CPU.
+    `shared`: an engine uses the same card. Without a card the keys keep the defaults of a CPU.
     """
     learner = config.learner
-    chosen = "auto" in learner.settings.values()
-    models = find_models(config) if chosen and card is not None else None
-    if card is None or models is None:
+    if card is None or "auto" not in learner.settings.values():
         return config
+    fetch_configs(config)
+    models = find_models(config)
     settings = choose_learner_settings(config, models, card, shared=shared)
     _log.info("learner_settings_chosen", gpu=card.name, **settings._asdict())
     return config.model_copy(update={"learner": learner.model_copy(update=settings._asdict())})

@@ -24,6 +24,8 @@ from ...schemas.local.tracking import (
     make_trackers,
 )
 from ...schemas.metric import WHY_EQUAL, Metric, Presence
+from ...schemas.plan.plan import ModelUse
+from ...schemas.plan.settings import find_models
 from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError, TinkermqError
@@ -36,10 +38,11 @@ from ...schemas.wire.trace import (
     is_traceparent,
     new_trace,
 )
+from ..policy.devices import own_card
 from ..runtime import JobContext
 from ..training.state import LearnerState, Waste
 from ..training.step import StepReport
-from .group_metrics import demonstration_numbers, group_numbers
+from .group_metrics import demonstration_numbers, group_numbers, prompt_and_others
 from .intake import CheckedEntry, Drops, Intake
 
 # -- time use of a step ----------------------------------------------------------------------------
@@ -198,6 +201,8 @@ class Reporter:
     total_steps: int
     first_step: int = 0
     """Steps up to this one were reported before a restart."""
+    use: ModelUse | None = None
+    """Measures MFU, on known GPUs."""
     generators: Generators = field(default_factory=Generators)
     tracer: StepTracer = field(default_factory=StepTracer)
     _traces: deque[StepTrace] = field(default_factory=lambda: deque[StepTrace](maxlen=_WINDOW))
@@ -229,6 +234,8 @@ class Reporter:
         numbers = self._numbers(groups, step, report, drops.waste, oldest)
         step_s = sum(trace.learner.values())
         tokens = numbers["rollout/generated_tokens"]
+        if self.generators.hosts <= {self.context.presence.host}:
+            trace = trace.model_copy(update={"cores_busy": self._cores.busy_share()})
         self._traces.append(trace)
         numbers.update(
             {
@@ -251,6 +258,9 @@ class Reporter:
                 **{f"rollout/dropped/{key}": float(n) for key, n in drops.num_by_reason.items()},
             }
         )
+        if self.use is not None:
+            lengths = [[prompt_and_others(item.mask) for item in group.sampled] for group in groups]
+            numbers["perf/mfu"] = self.use.mfu(lengths, report.model_s)
         if step <= self.first_step:
             return
         await publish_trace(self.context.broker, self.context.scope, trace)
@@ -407,12 +417,8 @@ class Reporter:
         self._last_report = now
         record = self.context.record
         profile = profile_of(list(self._traces))
-        busy = self._cores.busy_share()
-        here = self.generators.hosts <= {self.context.presence.host}
-        first = advise(
-            profile, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
-        )[0]
-        await self.context.event("bottleneck", first.text)
+        first = advise(profile, record.name, bound_key(record.config))[0]
+        await self.context.event("bottleneck", first.text, change=list(first.change))
 
 
 def episode_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
@@ -499,4 +505,5 @@ async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:
     for tracker in trackers:
         log = in_thread(tracker.log_config, shown)
         await with_room(log, "the run's config.json", context.missing)
-    return Reporter(context, trackers, state.total_steps, first_step)
+    use = ModelUse.of(config, find_models(config), own_card())
+    return Reporter(context, trackers, state.total_steps, first_step, use)

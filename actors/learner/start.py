@@ -20,7 +20,7 @@ from ...schemas.local.disk import with_room
 from ...schemas.metric import LOST_STEPS
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
-from ..policy.devices import own_card, own_device
+from ..policy.devices import let_segments_grow, own_card, own_device
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
@@ -49,7 +49,10 @@ async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
     shared = context.record.is_colocated
-    context.config = with_chosen_settings(context.config, own_card(), shared=shared)
+    settle = partial(with_chosen_settings, context.config, own_card(), shared=shared)
+    context.config = await asyncio.to_thread(settle)
+    if not shared:
+        let_segments_grow()
     alone = context.config.learner.ranks == 1
     ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:

@@ -6,7 +6,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -27,6 +27,17 @@ def bound_memory(device: torch.device, share: float | None) -> None:
     """Limit this process to a share of a GPU's memory."""
     if device.type == "cuda" and share is not None:
         cast(Any, torch.cuda).set_per_process_memory_fraction(share, device)
+
+
+def let_segments_grow() -> None:
+    """Let torch's segments of GPU memory grow, so that passes of many sizes leave fewer gaps.
+
+    For a process that exports no memory: a receiver could map such segments by CUDA IPC only with
+    the right to trace this process, which containers lack. Variables of the environment prevail.
+    """
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if torch.cuda.is_available() and not is_set:
+        cast(Any, torch)._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def own_device() -> torch.device:
@@ -52,6 +63,42 @@ def own_card() -> GpuCard | None:
 def own_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
     """Return the dtype of a configuration key on this process's device."""
     return resolve_dtype(dtype, on_gpu=own_device().type == "cuda")
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def beside_kernels(device: torch.device) -> Iterator[None]:
+    """Queue the block's copies of weights beside the kernels of the current stream.
+
+    A training step queues kernels for seconds, and a copy in its stream waits for all of them. The
+    process has one such stream for each GPU; a CPU has none. Memory allocated in the block must be
+    `lent` before the current stream uses it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_copy_stream(device)):
+        yield
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait for the copies of `beside_kernels`, and for no kernel."""
+    if device.type == "cuda":
+        _copy_stream(device).synchronize()
+
+
+def lent(tensor: Tensor) -> Tensor:
+    """Return a tensor of `beside_kernels` to be read in the current stream; its copy has ended.
+
+    Its memory is used again only once the kernels that read it have ended.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _additive(mask: Tensor | None, query_BHND: Tensor, num_keys: int) -> Tensor:
 
 
 WITH_SINKS = "tinkermq_sinks"
-"""Name in transformers of an attention like its sdpa that knows sinks."""
+"""Name in transformers of an attention like its sdpa that knows sinks, and caps scores."""
 
 
 def attend_for_transformers(
@@ -125,6 +125,14 @@ def is_recurrent(config: Any) -> bool:
     """
     layers = DynamicCache(config=config.get_text_config()).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def columns_as_positions(config: Any) -> int | None:
+    """Return up to which column of a row layers may take columns for positions; None: any.
+
+    Llama 4's layers without rotary positions scale their queries by the column.
+    """
+    return config.floor_scale if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def has_sinks(model: nn.Module) -> bool:

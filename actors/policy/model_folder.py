@@ -9,7 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...schemas.config.sections import LoraConfig
+import structlog
+
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import LoraConfig, model_paths
 from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 # -- models of the hub -----------------------------------------------------------------------------
 
+_log = structlog.get_logger()
 _HUB_S = 5.0
 _MAX_HEADER_BYTES = 100 << 20
 """Largest header of a weights file: safetensors' own bound."""
@@ -114,6 +118,26 @@ def check_hub_model(path: str) -> None:
         return
     except Exception as error:  # of the HTTP library of this huggingface_hub
         raise hub_error(path, ConnectionError(str(error)), offline=False) from error
+
+
+def fetch_configs(job: JobConfig) -> None:
+    """Fetch config.json of a job's models of the hub, by which their shapes are known.
+
+    What is wrong with a model is reported when it is loaded.
+    """
+    from huggingface_hub import (
+        hf_hub_download,  # pyright: ignore[reportUnknownVariableType]  # untyped there
+        try_to_load_from_cache,
+    )
+
+    for path in {*model_paths(job).values()}:
+        named = _is_hub_name(path) and not Path(path).is_dir()
+        if not named or isinstance(try_to_load_from_cache(path, "config.json"), str):
+            continue
+        try:
+            hf_hub_download(path, "config.json", etag_timeout=_HUB_S)
+        except Exception as error:  # noqa: BLE001  also of the HTTP library of this huggingface_hub
+            _log.warning("model_config_not_fetched", model=path, reason=str(error))
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:

@@ -31,6 +31,7 @@ from ...schemas.wire.array import IntVector
 from ...schemas.wire.trace import trace_of
 from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from ..policy.chat import ChatMessage, ChatTokenizer
+from ..runtime import Repeats
 from .recording import EpisodeRecorder, GameAt, Transcript
 
 PromptForTeacher: TypeAlias = Callable[
@@ -410,6 +411,8 @@ def _refuse_table(plan: EpisodePlan) -> NoReturn:
 
 T = TypeVar("T")
 _log = structlog.get_logger()
+_failed = Repeats()
+"""Errors of this process's episodes; each failed task has its own in its dead letter."""
 
 
 async def until_played(
@@ -436,7 +439,9 @@ async def until_played(
             check_engines()
             trace = trace_of(plan.start.traceparent)
             blame = failure.blame.model_dump()
-            _log.warning("episode_failed", episode=tried.episode, trace=trace, **blame)
+            if count := _failed.due(failure.blame.message):
+                blame |= {"episodes": count, "trace": trace}
+                _log.warning("episode_failed", episode=tried.episode, **blame)
             failures.append(failure)
             counted = [earlier for earlier in failures if earlier.blame.code != "host_gone"]
             if failure.is_final or len(counted) >= max_tries:

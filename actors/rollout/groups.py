@@ -323,8 +323,9 @@ def _fitting_task(task: Task, most: int) -> Task:
 
 
 async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
-    """Record a task that was given up: a dead letter, an event, and its group in the log.
+    """Record a task that was given up: a dead letter and its group in the log.
 
+    An event reports it, if tasks with the same error have doubled.
     Returns False if the log already has a group for the task.
     """
     task, blame = _fitting_task(failure.group.task, log.max_bytes), failure.blame
@@ -336,12 +337,14 @@ async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFa
         time=time.time(),
     )
     await publish_dead(context.broker, context.scope, letter)
-    await context.event(
-        "task_given_up",
-        f"task {task.task}: {blame.message}",
-        task=task.task,
-        boundary=blame.boundary,
-    )
+    if count := context.given_up.due(blame.message):
+        text = f"task {task.task}: {blame.message}"
+        if count > 1:
+            first_line = blame.message.partition("\n")[0]
+            text = f"{count} tasks so far failed with the same error: {first_line}"
+        await context.event(
+            "task_given_up", text, task=task.task, boundary=blame.boundary, tasks=count
+        )
     return await log.append(failure.group.model_copy(update={"task": task}))
 
 

@@ -20,7 +20,7 @@ from ..engine.transformers.transformers_engine import TransformersEngine
 from ..gpus import load_nvml
 from ..policy.chat import ChatTokenizer
 from ..policy.devices import bound_memory, own_device, own_dtype
-from ..policy.model_folder import load_causal_lm
+from ..policy.model_folder import fetch_configs, load_causal_lm
 from ..policy.policies import MAIN, policy_config, policy_names
 from ..storage.adapters import base_of, is_adapter
 from .agent_loop import AgentLoop, EpisodeSampling, PromptForTeacher
@@ -38,7 +38,7 @@ Base: TypeAlias = "PreTrainedModel | VllmModel"
 def settled_for_gpu(
     config: JobConfig, *, serves: bool = False, load: Callable[[], Any | None] = load_nvml
 ) -> JobConfig:
-    """Return a configuration with engine keys for this process's GPU, as a plan chooses them.
+    """Return a configuration with engine keys for this process's GPU, as a plan chooses; blocks.
 
     Keys that are set are kept. On a CPU and for an unknown model no key is changed, and
     `GeneratorConfig.num_requests` and vLLM choose the values. `serves`: requests come from clients.
@@ -47,6 +47,7 @@ def settled_for_gpu(
     gpu = read_own_gpu(load)
     if gpu is None:
         return config
+    fetch_configs(config)
     card = card_like(gpu.model, gpu.total_bytes)
     settled = with_engine_settings(config, card, serves=serves)
     if settled != config:
@@ -62,7 +63,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
     With a `base` of `load_base`, it shares that model and adds the configured adapter. Raises
     ConfigError if the engine is not installed.
     """
-    config = settled_for_gpu(config)
+    config = await asyncio.to_thread(settled_for_gpu, config)
     max_waiting = 4 * config.generator.max_episodes
     if config.generator.engine == "vllm":
         _check_vllm()
@@ -100,7 +101,7 @@ async def start_engines(config: JobConfig) -> dict[str, Engine]:
 
 async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
     """Load the configured model for engines that share it, one for each of `adapters`."""
-    config = settled_for_gpu(config)
+    config = await asyncio.to_thread(settled_for_gpu, config)
     if config.generator.engine == "vllm":
         _check_vllm()
         from ..engine.vllm.vllm_engine import open_vllm

@@ -190,6 +190,8 @@ class Assignment:
     """Numbers of its slots on the node."""
     shares: bool = False
     """Whether the slots belong to another actor of its job."""
+    are_gpus: bool = False
+    """Whether the slots are whole GPUs."""
 
 
 @dataclass
@@ -199,6 +201,8 @@ class Placed:
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     waits: dict[str, str] = field(default_factory=dict[str, str])
     """The reason for each waiting job, in the order of the queue."""
+    head: str = ""
+    """The job for which slots are reserved; empty: none."""
 
 
 _Slots = dict[str, set[int]]
@@ -236,7 +240,7 @@ def place(
         if len(assigned) == len(request.actors):
             continue
         if not why and head is None:
-            head = request
+            head, result.head = request, request.job
             pool.reserve(request, assigned, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
@@ -489,7 +493,7 @@ class _Pool:
             left[node] = left.get(node, available[node]) - set(devices)
             mine.setdefault(node, set()).update(devices)
             need -= count
-            assigned += _assignments(request.job, unit, node, devices)
+            assigned += _assignments(request.job, unit, self._nodes[node], devices)
         return assigned, left
 
     @staticmethod
@@ -588,7 +592,7 @@ def _slots_of(unit: _Unit) -> int:
 
 
 def _assignments(
-    job: str, unit: _Unit, node: str, devices: tuple[int, ...]
+    job: str, unit: _Unit, node: NodeSlots, devices: tuple[int, ...]
 ) -> Iterator[Assignment]:
     """Assign a unit's slots to its actors, adjacent slots to adjacent actors."""
     left = iter(devices)
@@ -597,7 +601,8 @@ def _assignments(
         shares = not actor.slots and actor.shares in held
         mine = held[actor.shares] if shares else tuple(islice(left, actor.slots))
         held[actor.name] = mine
-        yield Assignment(job, actor.name, node, mine, shares)
+        are_gpus = node.are_gpus and bool(mine) and not node.alone.intersection(mine)
+        yield Assignment(job, actor.name, node.name, mine, shares, are_gpus)
 
 
 # -- requests and free slots, from the records of jobs and nodes -----------------------------------
@@ -643,6 +648,7 @@ def _on_its_node(actor: ActorPlacement, assigned: Assignment | None) -> ActorPla
         update={
             "node": assigned.node,
             "devices": list(assigned.devices),
+            "gpus": assigned.are_gpus,
             "slots": slots,
             "added": False,
         }

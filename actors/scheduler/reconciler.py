@@ -319,6 +319,8 @@ class Reconciler:
         if len(assigned) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
+        if placed.head:
+            placed.waits[placed.head] += self._view.holders(live[placed.head].user)
         waits = [(key, why) for key, why in placed.waits.items() if is_queued(live[key])]
         self._view.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
         await asyncio.gather(*(self._give(key, mine) for key, mine in assigned.items()))

@@ -28,7 +28,7 @@ from ...schemas.plan.memory import LOGITS_BYTES
 from ...schemas.wire.errors import ModelError
 from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
-from ..policy.layers import decoder_of, is_recurrent, reach_of
+from ..policy.layers import columns_as_positions, decoder_of, is_recurrent, reach_of
 from ..policy.model_folder import load_causal_lm, load_policy
 from ..policy.vision import embed
 from .micro_batch import MicroBatch, TokenSequence
@@ -102,7 +102,7 @@ def load_model(
         )
     else:
         model = _load(config, path, hollow=hollow)
-        if not hollow:
+        if not (hollow or config.trust_remote_code):  # a model's own code may need its weights
             _freeze_as_its_class(model, config, path)
     return _prepare(model, learner, path)
 
@@ -249,6 +249,8 @@ class Scorer:
         """Whether sequences of a row may share columns: not if the model has recurrent layers."""
         self.one_per_row = False
         """Whether each row holds one sequence, since a state would go on into the next one."""
+        self.most_columns = columns_as_positions(config)
+        """Columns from which on a row must hold one sequence; None: it never must."""
         self._temperature = temperature
         self._chunk_bytes = chunk_bytes or LOGITS_BYTES[self.device.type == "cuda"]
         with torch.no_grad(), exact_products():

@@ -19,12 +19,16 @@ from torch import Tensor, nn
 from torch.utils import deterministic
 
 from ...schemas.config.sections import LearnerConfig
+from ..weights.nccl import pin_settings
 from .state import SUMS, Numerics
 from .varlen import describe_attention
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """Values of that variable with which cuBLAS adds in a fixed order."""
+
+_DETERMINISTIC_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+"""NCCL's settings with which ranks add in a fixed order; its own choice follows its timings."""
 
 
 def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
@@ -41,6 +45,8 @@ def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
         os.environ[_CUBLAS_WORKSPACE] = _DETERMINISTIC_WORKSPACES[0]
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    if on_gpu and learner.ranks > 1:
+        pin_settings(_DETERMINISTIC_SUMS)
     # Filling uninitialised memory is not needed: all memory is written before it is read.
     cast(Any, deterministic).fill_uninitialized_memory = False
 

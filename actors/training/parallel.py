@@ -13,6 +13,7 @@ operations do nothing.
 # pyright: reportPrivateImportUsage=false
 
 import asyncio
+import contextlib
 import copy
 import os
 import secrets
@@ -26,6 +27,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -38,20 +40,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
+from ..addresses import interface_of, own_address
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
 from ..policy.layers import decoder_of, is_recurrent, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
     Store,
-    interface_of,
     no_route,
     open_store,
-    own_address,
     reach_store,
 )
 from ..weights.shared_memory import UnfinishedFile
-from ..weights.tensors import DTYPES, TensorBytes
+from ..weights.tensors import DTYPES, CopiedWeights, DigestedCopy, TensorBytes
 from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
 from .varlen import AttentionKey, choose_attention, set_attention
 
@@ -107,7 +108,8 @@ def check_divisible(model: nn.Module, size: int) -> None:
             "columns of a row in order",
             hint="set learner.context_parallel=1",
         )
-    settings = cast("dict[str, Any]", config.to_dict())
+    heads = getattr(config, "num_attention_heads", 0)  # also where it has another name
+    settings = cast("dict[str, Any]", {"num_attention_heads": heads, **config.to_dict()})
     for name, numbers in settings.items():
         if not name.endswith(("attention_heads", "key_value_heads")):
             continue
@@ -220,6 +222,7 @@ COLLECTIVE_DEADLINE_S = 600.0
 _BACKGROUND_DEADLINE_S = 3600.0
 """Deadline in the background group, where ranks may wait for a slow disk; a dead rank is noticed by
 its connection."""
+_BACKGROUND = "background"
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
@@ -329,11 +332,9 @@ class Parallel:
         device = device_of(place, beside, config, torch.cuda.device_count())
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Ranks listen on one interface only. NCCL uses one for all groups of a process, also for a
-        # group that sends weights elsewhere.
-        interface = interface_of(meeting.own_address)
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(meeting.own_address)
+        # Groups meet at this store, also later ones; torch sets a timeout of stores that it makes.
+        meeting.store.set_timeout(timedelta(seconds=COLLECTIVE_DEADLINE_S))
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -349,7 +350,10 @@ class Parallel:
             raise no_route(f"rank {rank} of the learner", meeting.own_address, error) from error
         mesh, sequence = _mesh_of(device, config), _sequence_of(rank, config.context_parallel)
         deadline = timedelta(seconds=_BACKGROUND_DEADLINE_S)
-        background = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=deadline))
+        background = cast(
+            dist.ProcessGroup,
+            dist.new_group(backend="gloo", timeout=deadline, group_desc=_BACKGROUND),
+        )
         return cls(rank, config.ranks, device, mesh, sequence, background)
 
     @property
@@ -459,10 +463,6 @@ class Parallel:
                 dist.broadcast(value, 0)
             tensor.copy_(value)
 
-    def largest(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
-        return max(self.gather(number))
-
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         if self.size == 1:
@@ -502,6 +502,21 @@ class Parallel:
             elif part.numel():
                 dist.recv(part, holder, group=self.group)
         return gathered
+
+
+def num_collectives() -> int:
+    """Return the number of collectives that this process has begun, those of saves excluded.
+
+    Ranks that wait for another one have begun more than it. Any thread may call it.
+    """
+    number = 0
+    for group in [*cast(Any, distributed_c10d)._world.pg_map]:
+        if group.group_desc == _BACKGROUND:
+            continue
+        with contextlib.suppress(RuntimeError):  # torch is making or ending the group
+            for backend in {group._get_backend(device) for device in group._device_types}:
+                number += int(backend._get_sequence_number_for_group())
+    return number
 
 
 def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
@@ -594,15 +609,17 @@ def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtyp
 
 def snapshot(
     models: Mapping[str, nn.Module], dtype: torch.dtype, draft: UnfinishedFile | None = None
-) -> dict[str, TensorBytes]:
+) -> CopiedWeights:
     """Copy each policy's tensors that change between versions; tied tensors once.
 
-    Copies into `draft`, or else into one buffer, pinned for models on a GPU; neither is changed
-    afterwards.
+    Copies into `draft`, or else into one buffer, pinned and digested for models on a GPU; neither
+    is changed afterwards.
     """
-    on_gpu = any(weight.is_cuda for model in models.values() for weight in model.parameters())
+    weights = (weight for model in models.values() for weight in model.parameters())
+    gpu = next((weight.device for weight in weights if weight.is_cuda), None)
     size = 0 if draft is not None else snapshot_bytes(models, dtype)
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=gpu is not None)
+    copy = DigestedCopy(buffer, gpu) if gpu is not None else None
     places: list[tuple[str, str, tuple[int, ...], slice]] = []
     start = 0
     for policy, model in models.items():
@@ -611,6 +628,8 @@ def snapshot(
             place = slice(start, start + raw.numel())
             if draft is not None:
                 draft.write([memoryview(cast(Any, raw.cpu().numpy()))])
+            elif copy is not None:
+                copy.add(raw)
             else:
                 buffer[place].copy_(raw)
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -618,7 +637,12 @@ def snapshot(
             start = place.stop
     whole_buffer = memoryview(cast(Any, buffer.numpy())) if draft is None else draft.finished()
     view = whole_buffer.toreadonly()
-    return {name: TensorBytes(kind, shape, view[place]) for name, kind, shape, place in places}
+    copied = CopiedWeights(
+        {name: TensorBytes(kind, shape, view[place]) for name, kind, shape, place in places}
+    )
+    if copy is not None:
+        copied.fingerprint = copy.finish()
+    return copied
 
 
 def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from ..policy.lora import has_adapter, policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
 from ..runtime import return_free_memory, tensor_bytes
 from ..weights.shared_memory import UnfinishedFile
-from ..weights.tensors import TensorBytes
+from ..weights.tensors import CopiedWeights
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .functions.calls import OwnFunctions
@@ -193,9 +193,7 @@ class Policies:
             "optimiser state": tensor_bytes(moments),
         }
 
-    def snapshot(
-        self, dtype: torch.dtype, draft: UnfinishedFile | None = None
-    ) -> dict[str, TensorBytes]:
+    def snapshot(self, dtype: torch.dtype, draft: UnfinishedFile | None = None) -> CopiedWeights:
         """Copy the published weights of each policy."""
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
             return snapshot(self.models, dtype, draft)

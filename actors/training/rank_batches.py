@@ -16,6 +16,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -26,7 +27,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LearnerConfig
 from ...schemas.plan.memory import Term, learner_load, learner_terms
 from ...schemas.plan.model_shape import shape_of
-from ...schemas.wire.errors import ModelError, OutOfMemoryError
+from ...schemas.wire.errors import ConfigError, ModelError, OutOfMemoryError
 from ..policy.vision import ImageReader, SeenImages, probe_image, unseen
 from .batch import TrainingBatch, select
 from .micro_batch import MicroBatch, TokenSequence, columns_of
@@ -52,27 +53,35 @@ class RankPacker:
         self._scorer = scorer
         self._max_row_tokens, self._share_prompts = learner.max_row_tokens, learner.share_prompts
         self._one_per_row, self._flat_rows = False, True
-        self.serve(scorer)
         self.microbatch_tokens = learner.pass_tokens
         """Tokens per forward and backward pass."""
         self._parallel = parallel
         self._image_reader = image_reader
+        self.serve(scorer)
 
     def serve(self, scorer: Scorer) -> None:
-        """Make rows that another model can read, too: a critic, a reference or a teacher."""
-        self._one_per_row |= scorer.one_per_row
+        """Make rows that another model can read, too: a critic, a reference or a teacher.
+
+        Raises ConfigError for rows that cannot be divided over ranks.
+        """
+        most = scorer.most_columns
+        is_long = most is not None and self._max_row_tokens >= most
+        if is_long and self._parallel.sequence is not None:
+            raise ConfigError(
+                f"learner.context_parallel cannot divide rows of {self._max_row_tokens} tokens of "
+                f"a model that takes columns for positions from {most} on",
+                hint=f"set learner.max_row_tokens below {most}, or learner.context_parallel=1",
+            )
+        self._one_per_row |= scorer.one_per_row or is_long
         self._flat_rows &= scorer.flat_rows
         self._share_prompts &= scorer.shares_columns
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         """Pack this rank's share of the kept sequences."""
         packed = self._pack_share(batch, self._share(batch, keep_S))
-        missing = self._parallel.largest(len(packed)) - len(packed)
-        packed += [MicroBatch.empty(self._scorer.device)] * missing
-        if self._parallel.size == 1 or self._image_reader is None:
-            return packed
         seeing = self._parallel.gather([micro.images is not None for micro in packed])
-        together = [any(ranks) for ranks in zip(*seeing, strict=True)]
+        together = [any(ranks) for ranks in zip_longest(*seeing, fillvalue=False)]
+        packed += [MicroBatch.empty(self._scorer.device)] * (len(together) - len(packed))
         return [
             self._with_probe_image(micro) if sees and micro.images is None else micro
             for micro, sees in zip(packed, together, strict=True)

@@ -10,13 +10,15 @@ only.
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,10 @@ class Order:
     seqs: Sequence[int] = ()
     """Sequences of its groups in the rollout log, if they are in the log."""
 
+    def __str__(self) -> str:
+        """Return its name, and its step if it has one."""
+        return f"{self.do} {self.fields['step']}" if "step" in self.fields else self.do
+
     def send(self, pipe: Connection) -> None:
         """Write the order into a pipe."""
         pipe.send_bytes(json.dumps([self.do, self.fields, len(self.groups)]).encode())
@@ -51,6 +57,31 @@ class Order:
         """Wait for the next order; EOFError if rank 0 has closed the pipe or ended."""
         do, fields, num_groups = json.loads(pipe.recv_bytes())
         return cls(do, fields, [Group.from_bytes(pipe.recv_bytes()) for _ in range(num_groups)])
+
+
+BEAT_S = 1.0
+_PROGRESS = struct.Struct("<dq64s")
+
+
+class RankProgress(NamedTuple):
+    """What the process of a rank last reported about itself, every `BEAT_S`."""
+
+    at: float
+    """When, on the machine's monotonic clock; 0: not yet."""
+    collectives: int
+    """Number of collectives that it has begun."""
+    doing: str
+
+    def write(self, descriptor: int) -> None:
+        """Write it into a file, in place of the last one."""
+        os.pwrite(descriptor, _PROGRESS.pack(self.at, self.collectives, self.doing.encode()), 0)
+
+    @classmethod
+    def read(cls, descriptor: int) -> "RankProgress":
+        """Read the last one."""
+        data = os.pread(descriptor, _PROGRESS.size, 0).ljust(_PROGRESS.size, b"\0")
+        at, collectives, doing = _PROGRESS.unpack(data)
+        return cls(at, collectives, doing.rstrip(b"\0").decode())
 
 
 class Ranks:

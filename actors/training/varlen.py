@@ -19,10 +19,11 @@ Shape letters: T columns of all rows, H query heads, G key heads, D head size, K
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import structlog
@@ -45,29 +46,9 @@ _MAX_HEAD_SIZE = 256
 _MIN_CAPABILITY = (8, 0)
 
 
-class VarlenKernel(Protocol):
-    """A kernel with the arguments of `torch.nn.attention.varlen.varlen_attn` that are used here."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        /,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Any:
-        """Return the output [T, H, D] of queries [T, H, D] over keys and values [K, G, D].
-
-        Kernels that cap scores (see `choose_attention`) also take a `softcap`.
-        """
-        ...
+VarlenKernel = Callable[..., Any]
+"""A kernel with the arguments of `sdpa_by_sequence`: those of torch's `varlen_attn` that are used
+here. Only kernels that cap scores (see `choose_attention`) take a `softcap`."""
 
 
 def sdpa_by_sequence(
@@ -86,7 +67,8 @@ def sdpa_by_sequence(
 ) -> Tensor:
     """Compute each sequence by SDPA with a mask, as the CUDA kernels define it.
 
-    Capped scores are `softcap` x tanh(score / `softcap`).
+    Returns the output [T, H, D] of queries [T, H, D] over keys and values [K, G, D]. Capped scores
+    are `softcap` x tanh(score / `softcap`).
     """
     left, right = window_size
     ends_q = cast("list[int]", cu_seq_q.tolist())
@@ -159,12 +141,13 @@ def choose_attention(
     """Return the attention for a model with the text configuration `config` on a device.
 
     `auto` on a GPU in 16 bits: varlen if it supports the model, else flash-attn if it is installed
-    and supports the model, else sdpa, as on CPUs. sdpa ignores score caps and is never chosen for a
-    model with caps. Torch's kernels come first since they are the same or newer: torch has
-    FlashAttention 2, like the package, and 3 or 4 if installed (on an H100, 3 is 1.5 to 2 times as
-    fast as 2; arXiv 2407.08608). Only the package caps scores and supports heads of any size up to
-    256. `needs_masks` is why only an attention with masks computes the model: sdpa. Raises
-    ConfigError for a configured attention that cannot compute the model.
+    and supports the model, else sdpa, as on CPUs; there varlen if scores are capped. Torch's
+    kernels come first since they are the same or newer: torch has FlashAttention 2, like the
+    package, and 3 or 4 if installed (on an H100, 3 is 1.5 to 2 times as fast as 2; arXiv
+    2407.08608). Only the package caps scores and supports heads of any size up to 256.
+
+    `needs_masks` is why only an attention with masks computes the model: sdpa. Raises ConfigError
+    for a configured attention that cannot compute the model.
     """
     if needs_masks is not None:
         if configured in ("auto", "sdpa"):
@@ -173,25 +156,15 @@ def choose_attention(
             f"model.attn_implementation={configured} cannot compute this model: {needs_masks}",
             hint="set model.attn_implementation=sdpa, or auto",
         )
-    capped = bool(getattr(config, "attn_logit_softcapping", None))
-    if configured in ("auto", "sdpa"):
-        if configured == "sdpa" or device.type != "cuda":
-            chosen = "sdpa"
-        elif _why_not("varlen", config, device, dtype) is None:
-            chosen = "varlen"
-        else:
-            alone = _why_not("flash_attention_2", config, device, dtype) is None
-            chosen = "flash_attention_2" if alone and has_flash_attn() else "sdpa"
-        if chosen != "sdpa" or not capped:
-            return chosen
-        if configured == "auto" and device.type != "cuda":
+    if configured == "sdpa":
+        return "sdpa"
+    if configured == "auto":
+        if device.type != "cuda":
+            return "varlen" if _is_capped(config) else "sdpa"
+        if _why_not("varlen", config, device, dtype) is None:
             return "varlen"
-        raise ConfigError(
-            f"the model's attention scores are capped at {config.attn_logit_softcapping:g}, which "
-            "transformers' sdpa leaves out",
-            hint="leave model.attn_implementation at auto; on a GPU install flash-attn "
-            "(`pip install 'tinkermq[flash-attn]'`) and compute in 16 bits",
-        )
+        alone = _why_not("flash_attention_2", config, device, dtype) is None
+        return "flash_attention_2" if alone and has_flash_attn() else "sdpa"
     why_not = _why_not(configured, config, device, dtype)
     if why_not is not None:
         raise ConfigError(
@@ -199,6 +172,10 @@ def choose_attention(
             hint="set model.attn_implementation=sdpa, or auto",
         )
     return configured
+
+
+def _is_capped(config: Any) -> bool:
+    return bool(getattr(config, "attn_logit_softcapping", None))
 
 
 def has_flash_attn() -> bool:
@@ -222,7 +199,7 @@ def _why_not(
     if device.type != "cuda":
         return None if kernel == "varlen" else "flash-attn has no kernel for CPUs"
     is_torchs = kernel == "varlen"
-    if is_torchs and getattr(config, "attn_logit_softcapping", None):
+    if is_torchs and _is_capped(config):
         return (
             f"its attention scores are capped at {config.attn_logit_softcapping:g}, which only "
             "flash_attention_2 computes"
@@ -272,13 +249,16 @@ def _is_installed(module: str) -> bool:
 
 
 def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
-    """Set the attention kernel of a model's text layers.
+    """Set the attention kernel of a model's text layers and vision tower.
 
-    Raises ConfigError if it is not installed.
+    With sdpa the tower's stays: transformers calls it for each window of an image. Raises
+    ConfigError if the kernel is not installed.
     """
-    config = cast(Any, model).config.get_text_config()
+    whole: Any = cast(Any, model).config
+    config = whole.get_text_config()
     if chosen == "sdpa":
-        config._attn_implementation = WITH_SINKS if has_sinks(model) else "sdpa"
+        with_more = has_sinks(model) or _is_capped(config)
+        config._attn_implementation = WITH_SINKS if with_more else "sdpa"
         return
     kernel: VarlenKernel = sdpa_by_sequence
     if chosen == "flash_attention_2":
@@ -288,6 +268,10 @@ def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
         activate_newest_flash(torch.cuda.get_device_capability(device))
     register_kernel(f"{_NAME}{chosen}", kernel)
     config._attn_implementation = f"{_NAME}{chosen}"
+    if (tower := getattr(whole, "vision_config", None)) is not None:
+        # For names with "flash", transformers calls it once with the lengths of all windows.
+        register_kernel(f"{_NAME}flash_{chosen}", kernel)
+        tower._attn_implementation = f"{_NAME}flash_{chosen}"
 
 
 def register_kernel(name: str, kernel: VarlenKernel) -> None:
@@ -325,9 +309,13 @@ def _attend(
     max_length_q: int = 0,
     max_length_k: int = 0,
     key_columns: Tensor | None = None,
+    is_causal: bool | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers; without lengths, each row is one sequence."""
+    """Compute attention for transformers; without lengths, each row is one sequence.
+
+    It is causal, except that of vision towers.
+    """
     rows, _, length, _ = query_BHTD.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(
@@ -350,7 +338,10 @@ def _attend(
         max_length_k,
         scale=scaling,
         # A window of w columns includes the query's own.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(
+            -1 if sliding_window is None else sliding_window - 1,
+            -1 if is_causal is False else 0,
+        ),
         enable_gqa=query.shape[1] != key.shape[1],
         **({"softcap": softcap} if softcap else {}),
     )

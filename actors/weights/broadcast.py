@@ -28,9 +28,11 @@ from torch import Tensor
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service, call
 from ...schemas.local.process import in_daemon_thread
+from ...schemas.plan.memory import VERSIONS_IN_MEMORY
 from ...schemas.weights import JoinRound, Manifest, Round, TensorEntry
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
+from ..addresses import own_address, server_of
 from ..policy.devices import gpu_of
 from .broadcast_group import (
     FORM_S,
@@ -42,8 +44,6 @@ from .broadcast_group import (
     Store,
     meet_group,
     open_store,
-    own_address,
-    server_of,
 )
 from .payloads import (
     TRANSFER_DEADLINE_S,
@@ -188,10 +188,11 @@ class BroadcastReceiver:
 
 # -- sender ----------------------------------------------------------------------------------------
 
-_IN_MEMORY = 2
 _WINDOW_S = 0.2
-"""Time for which a round waits for further requests, unless all members of the last round have
-asked."""
+"""Time for which a round waits for further requests, unless all known receivers have asked."""
+_LATE_S = 2.0
+"""Time for which it waits for known receivers: they generate meanwhile, and one that comes later
+needs a group of its own, and the next version a group again."""
 _CONNECTED_S = 60.0
 _GROUPS_PER_STORE = 1000
 """A TCPStore keeps all groups that met in it, so it is replaced after this number."""
@@ -238,18 +239,28 @@ class Sender:
         folder: Path,
         device: torch.device | None = None,
         *,
+        num_receivers: int = 0,
         window_s: float = _WINDOW_S,
+        late_s: float = _LATE_S,
         meet_s: float = MEET_S,
     ) -> None:
-        """Send from `device` (default: the CPU); `folder` stores what must outlive this process."""
+        """Send from `device` (default: the CPU); `folder` stores what must outlive this process.
+
+        `num_receivers` are expected in the first round.
+        """
         self._broker = broker
         self._scope = scope
         self._folder = folder
         self._device = device or torch.device("cpu")
         self._gpu = gpu_of(self._device)
+        self._num_receivers = num_receivers
         self._window_s = window_s
+        self._late_s = late_s
         self._meet_s = meet_s
         self._newest = -1
+        self._newest_location = ""
+        self._received: dict[str, _Target] = {}
+        """What each receiver of the newest versions took last."""
         self._held: dict[str, _Held] = {}
         self._waiting: dict[_Target, dict[str, _Asker]] = {}
         self._requested = asyncio.Event()
@@ -261,22 +272,26 @@ class Sender:
     # Held payloads ----------------------------------------------------------------------------
 
     async def put(
-        self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
+        self,
+        version: int,
+        entries: list[TensorEntry],
+        views: Sequence[memoryview],
+        digest: str = "",
     ) -> tuple[str, str]:
-        """Hold a payload; return its location and digest. Raises StorageError.
+        """Hold a payload; return its location and digest, which may be known. Raises StorageError.
 
         Views of one complete, read-only array are kept, others are copied.
         """
         pinned = self._device.type == "cuda"  # copies to the GPU then run at bus speed
         payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
-        digest = await asyncio.to_thread(fingerprint, payload)
-        older = list(self._held)[:-_IN_MEMORY]
+        digest = digest or await asyncio.to_thread(fingerprint, payload)
+        older = list(self._held)[: 1 - VERSIONS_IN_MEMORY]
         await self.secure(older)
         for location in older:
             self._held.pop(location, None)
         location = f"v{version}-{uuid.uuid4().hex[:8]}"
         self._held[location] = _Held(entries, payload)
-        self._newest = max(self._newest, version)
+        self._newest, self._newest_location = max(self._newest, version), location
         return location, digest
 
     async def holds(self, location: str) -> bool:
@@ -368,17 +383,36 @@ class Sender:
             await self._requested.wait()
 
     async def _window(self, target: _Target) -> None:
-        """Wait briefly for further requests, or until all members of the last round have asked."""
+        """Wait for the known receivers, or briefly for any; forget those that do not come."""
         loop = asyncio.get_running_loop()
-        last, opened = self._last.get(target.device), loop.time()
-        while last is None or not set(last.members) <= set(self._waiting[target]):
-            left_s = opened + self._window_s - loop.time()
-            if left_s <= 0:
-                return
+        opened = loop.time()
+        while absent := self._absent(target):
+            wait_s = self._window_s if absent == {""} else self._late_s
+            if (left_s := opened + wait_s - loop.time()) <= 0:
+                break
             self._requested.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._requested.wait()
+        for name in absent:
+            self._received.pop(name, None)
+
+    def _absent(self, target: _Target) -> set[str]:
+        """Return the receivers that are known to take the target but have not asked for it.
+
+        {""} stands for receivers that are not known; of the first round their number is expected.
+        """
+        if target.location != self._newest_location:
+            return {""}
+        alike = {name for name, last in self._received.items() if last.device == target.device}
+        if alike:
+            asking = self._waiting[target].keys()
+            return {name for name in alike - asking if self._received[name] != target}
+        if self._received or not self._num_receivers:
+            return {""}
+        here = (askers for other, askers in self._waiting.items() if other[:2] == target[:2])
+        num_here = sum(map(len, here))
+        return {f"receiver {number}" for number in range(num_here, self._num_receivers)}
 
     async def _round(self, target: _Target, waiting: Mapping[str, _Asker], store: Store) -> None:
         """Send a version to the receivers; a receiver that it does not reach requests it again."""
@@ -401,6 +435,8 @@ class Sender:
         try:
             group = await self._group(askers, target.device, store)
             await in_daemon_thread(lambda: group.send(payload), f"weights {target.location}")
+            if target.location == self._newest_location:
+                self._received.update(dict.fromkeys(askers, target))
         except (ProcessGroupFailed, TimeoutError) as error:
             _log.warning("weights_round_failed", members=len(askers), error=str(error))
             self._leave(target.device)

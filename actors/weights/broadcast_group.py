@@ -23,19 +23,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from ...broker.client.connection import Broker
 from ...broker.jetstream.objects import DigestMismatch
 from ...schemas.local.process import in_daemon_thread
 from ...schemas.weights import Manifest, Round
 from ...schemas.wire.codec import pack, unpack
-from ...schemas.wire.errors import BrokerError, ConfigError
-from ..policy.devices import gpu_of
+from ...schemas.wire.errors import BrokerError
+from ..addresses import interface_of, own_address
+from ..policy.devices import beside_kernels, finish_copies, gpu_of, lent
+from .nccl import settings_of_shared_group
 from .shared_memory import MEMORY_FOLDER
 from .tensors import PART_BYTES, Payload, fingerprint
 
@@ -49,28 +49,6 @@ class ProcessGroupFailed(BrokerError):
 
 Store: TypeAlias = dist.TCPStore
 """Store through which members of a group meet."""
-
-
-def own_address(host: str, port: int) -> str:
-    """Return the address from which this machine reaches another; nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface that has an address of this machine.
-
-    Raises ConfigError for an address without an interface.
-    """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
-            return name
-    raise ConfigError(
-        f"no network interface of this machine has the address {address}",
-        hint="start the node with an address of the broker that is not translated on the way",
-    )
 
 
 def no_route(who: str, address: str, error: BaseException | str) -> ProcessGroupFailed:
@@ -118,26 +96,40 @@ def reach_store(address: str, port: int, instead: str = "") -> Store:
         ) from error
 
 
-def server_of(broker: Broker) -> tuple[str, int]:
-    """Return host and port of a connection's server; BrokerError if it is down."""
-    url = broker.nc.connected_url
-    if url is None or url.hostname is None or url.port is None:
-        raise BrokerError("the connection to the broker is down", hint="start the learner again")
-    return url.hostname, url.port
-
-
 BUCKET_BYTES = PART_BYTES
 BUCKET_S = 60.0
 """Time after which a bucket, and with it the round, fails."""
 FORM_S = 2 * BUCKET_S
 """Limit of `Group.meet`, beyond all deadlines within it, since NCCL has none."""
 _POLL_S = 0.001
-_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_ABORT_ONLY = "2"
-"""A lost member ends the communicator; by torch's default it ends the process."""
 
 
-class ProcessGroup:
+class _Receiving:
+    """Receives payloads in a group of a learner and its receivers."""
+
+    device: torch.device
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
+        payload = lent(empty_bytes(num_bytes, self.device))
+        deque(self._move(buckets_of(payload)), maxlen=0)
+        return payload
+
+    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
+        """Yield uint8[N] from the learner in buckets, for a receiver without room for all.
+
+        Raises ProcessGroupFailed. A receiver that does not read the last bucket leaves the group.
+        """
+        with contextlib.closing(self._move(empty_buckets(num_bytes, self.device))) as buckets:
+            for bucket in buckets:
+                yield lent(bucket)
+
+    def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+        """Receive the buckets in order."""
+        raise NotImplementedError
+
+
+class ProcessGroup(_Receiving):
     """A process group of a learner (rank 0) and its receivers."""
 
     def __init__(self, name: str, device: torch.device, backend: Any) -> None:
@@ -166,8 +158,6 @@ class ProcessGroup:
         try:
             wait_for_all(own, rank, size, meet_s)
             if device.type == "cuda":
-                # NCCL might choose another interface, to which others have no route.
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address))
                 return cls(name, device, _nccl(own, rank, size, device))
             return cls(name, device, _gloo(own, rank, size, address))
         except RuntimeError as error:  # torch.distributed raises nothing more specific
@@ -176,27 +166,10 @@ class ProcessGroup:
     def send(self, payload: Tensor) -> None:
         """Send uint8[N] in host memory to all members; ProcessGroupFailed if one is lost."""
         non_blocking = payload.is_pinned()
+        buckets = buckets_of(payload)
         deque(
-            self._move(
-                bucket.to(self.device, non_blocking=non_blocking) for bucket in buckets_of(payload)
-            ),
+            self._move(bucket.to(self.device, non_blocking=non_blocking) for bucket in buckets),
             maxlen=0,
-        )
-
-    def receive(self, num_bytes: int) -> Tensor:
-        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
-        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        deque(self._move(buckets_of(payload)), maxlen=0)
-        return payload
-
-    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
-        """Yield uint8[N] from the learner in buckets, for a receiver without room for all.
-
-        Raises ProcessGroupFailed. A receiver that does not read the last bucket leaves the group.
-        """
-        sizes = [min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES)]
-        return self._move(
-            torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes
         )
 
     def leave(self) -> None:
@@ -219,12 +192,18 @@ class ProcessGroup:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            for bucket in buckets:
-                flying.append((_start(backend, bucket), bucket))
-                if len(flying) > 1:
-                    yield _finish(*flying.popleft())
-            while flying:
-                yield _finish(*flying.popleft())
+            remaining = iter(buckets)
+            while True:
+                # No other code runs in the block: what reads a bucket has a stream of its own.
+                with beside_kernels(self.device):
+                    if (bucket := next(remaining, None)) is not None:
+                        flying.append((_start(backend, bucket), bucket))
+                    elif not flying:
+                        return
+                    is_due = bucket is None or len(flying) > 1
+                    arrived = _finish(*flying.popleft()) if is_due else None
+                if arrived is not None:
+                    yield arrived
         except GeneratorExit:
             self.leave()
             raise
@@ -250,6 +229,18 @@ def _end(last: list[Any]) -> None:
 def buckets_of(payload: Tensor) -> list[Tensor]:
     """Cut uint8[N] into views."""
     return [payload[at : at + BUCKET_BYTES] for at in range(0, payload.numel(), BUCKET_BYTES)]
+
+
+def empty_buckets(num_bytes: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield memory for the buckets of a payload."""
+    for at in range(0, num_bytes, BUCKET_BYTES):
+        yield empty_bytes(min(BUCKET_BYTES, num_bytes - at), device)
+
+
+def empty_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """Return uint8[N] on a device, to be written beside its kernels."""
+    with beside_kernels(device):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _start(backend: Any, bucket: Tensor) -> Any:
@@ -299,19 +290,12 @@ def _gloo(store: dist.PrefixStore, rank: int, size: int, address: str) -> Any:
 def _nccl(store: dist.PrefixStore, rank: int, size: int, device: torch.device) -> Any:
     kind = cast(Any, dist).ProcessGroupNCCL
     torch.cuda.set_device(device)
-    before = os.environ.get(_NCCL_ERRORS)
-    os.environ[_NCCL_ERRORS] = _ABORT_ONLY
-    try:
-        options = kind.Options()
+    with settings_of_shared_group():
+        options = kind.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=2 * BUCKET_S)
         backend = kind(store, rank, size, options)
         backend.eager_connect_single_device(device)
         return backend
-    finally:
-        if before is None:
-            del os.environ[_NCCL_ERRORS]
-        else:
-            os.environ[_NCCL_ERRORS] = before
 
 
 # -- a buffer on a GPU that the learner and a receiver share ---------------------------------------
@@ -350,7 +334,7 @@ def _open_buffer(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
     )
 
 
-class SharedBufferGroup:
+class SharedBufferGroup(_Receiving):
     """A learner (rank 0) and receivers on its GPU; has the methods of `ProcessGroup`."""
 
     def __init__(
@@ -387,7 +371,8 @@ class SharedBufferGroup:
             else:
                 wait_for_all(own, rank, size, meet_s)
                 handle = bytes.fromhex(own.get(f"buffer/{rank}").decode())
-                buffer = _open(handle, num_bytes, device)
+                with beside_kernels(device):  # torch lets the stream wait for the learner's
+                    buffer = _open(handle, num_bytes, device)
                 own.set(f"open/{rank}", "")
         except (RuntimeError, OSError, TimeoutError) as error:
             raise ProcessGroupFailed(f"group {name} did not form: {error}", hint=AGAIN) from error
@@ -399,37 +384,23 @@ class SharedBufferGroup:
             buckets = buckets_of(payload)
             for bucket in buckets:
                 self._wait_for_reads(self._num_moved - _SLOTS + 1)
-                self._slot(bucket.numel()).copy_(bucket)
-                self._settle()
+                self._copy(self._slot(bucket.numel()), bucket)
                 self._num_moved += 1
                 self._store.set("written", str(self._num_moved))
             self._wait_for_reads(self._num_moved)
-
-    def receive(self, num_bytes: int) -> Tensor:
-        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
-        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        deque(self._read(buckets_of(payload)), maxlen=0)
-        return payload
-
-    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
-        """Yield uint8[N] from the learner in buckets; see `ProcessGroup.stream`."""
-        bucket = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
-        sizes = (min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES))
-        return self._read(bucket[:size] for size in sizes)
 
     def leave(self) -> None:
         """Release the buffer; a member that still waits fails after a bucket's deadline."""
         self._buffer = None
 
-    def _read(self, targets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+    def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
         with _as_failed(self):
-            for target in targets:
+            for target in buckets:
                 number = self._num_moved + 1
                 _wait(
                     lambda n=number: int(self._store.get("written")) >= n, "the learner", BUCKET_S
                 )
-                target.copy_(self._slot(target.numel()))
-                self._settle()
+                self._copy(target, self._slot(target.numel()))
                 self._num_moved = number
                 self._store.set(f"read/{self._rank}", str(number))
                 yield target
@@ -447,10 +418,14 @@ class SharedBufferGroup:
         start = self._num_moved % _SLOTS * BUCKET_BYTES
         return self._buffer[start : start + num_bytes]
 
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        with beside_kernels(self.device):
+            target.copy_(source, non_blocking=True)
+        self._settle()
+
     def _settle(self) -> None:
         """Wait for the end of a copy: the other process reads or writes the slot next."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        finish_copies(self.device)
 
 
 @contextlib.contextmanager
@@ -473,7 +448,7 @@ def _offered(
     others = range(1, size)
     path = ""
     if device.type == "cuda":
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer = empty_bytes(num_bytes, device)
     else:
         file, path = tempfile.mkstemp(prefix="tinkermq-buffer-", dir=MEMORY_FOLDER)
         os.close(file)
@@ -481,7 +456,8 @@ def _offered(
     try:
         for other in others:
             # One export per receiver, since torch counts exports against closed ones.
-            handle = path.encode() if path else _export_buffer(buffer)
+            with beside_kernels(device):  # which the receivers' streams wait for
+                handle = path.encode() if path else _export_buffer(buffer)
             store.set(f"buffer/{other}", handle.hex())
         wait_for_all(store, 0, size, meet_s)
         _wait(lambda: store.check([f"open/{other}" for other in others]), "a member", meet_s)

@@ -8,6 +8,7 @@ import torch
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import model_paths
 from ...schemas.wire.subjects import JobScope
+from ..addresses import is_cut_off
 from ..policy.devices import own_device
 from ..runtime import JobContext
 from .broadcast import BroadcastReceiver, Sender
@@ -49,20 +50,35 @@ def _open(
 def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
     """Return the transport of a job: the configured one, or chosen by the actors' places.
 
-    A learner and a generator that share a GPU have its UUID in their environment; they use `nccl`.
+    A learner has the UUIDs of its GPUs in its environment. It uses `nccl` if a generator shares its
+    GPU, or if all generators have GPUs and can reach it; instances of a GPU cannot reach others. In
+    a pool with users other jobs could reach it, too.
     """
-    transport = context.config.weights.transport
+    transport, record = context.config.weights.transport, context.record
     if transport != "auto":
         return transport
-    on_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
-    return "nccl" if context.record.is_colocated and on_gpu else "object"
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if record.is_colocated:
+        return "nccl" if own.startswith(("GPU-", "MIG-")) else "object"
+    generators = [actor for actor in record.actors if actor.role == "generator"]
+    on_gpus = own.startswith("GPU-") and all(actor.gpus for actor in generators)
+    if not generators or not on_gpus or context.broker.login.is_authenticated:
+        return "object"
+    nodes = {actor.node for actor in record.actors if actor.gpus}
+    return "nccl" if len(nodes) == 1 or not is_cut_off(context.broker) else "object"
 
 
 def make_sender(context: JobContext) -> Sender | None:
     """Return the sender of a learner, for the transport `nccl`; None for others."""
     if transport_of(context) != "nccl":
         return None
-    return Sender(context.broker, context.scope, context.run_dir / "weights", own_device())
+    return Sender(
+        context.broker,
+        context.scope,
+        context.run_dir / "weights",
+        own_device(),
+        num_receivers=sum(actor.role == "generator" for actor in context.record.actors),
+    )
 
 
 def follow_weights(context: JobContext, job: str) -> WeightStore:

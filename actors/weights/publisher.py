@@ -22,14 +22,13 @@ from ..runtime import JobContext
 from .job_weights import make_sender, open_weights
 from .shared_memory import UnfinishedFile, is_in_memory
 from .store import NEWEST, room_for
-from .tensors import TensorBytes
+from .tensors import CopiedWeights
 
 _RESERVE_S = 60.0
 
-Tensors = dict[str, TensorBytes]
-Read = Callable[[Callable[[], Tensors]], "Awaitable[asyncio.Future[Tensors]]"]
+Read = Callable[[Callable[[], CopiedWeights]], "Awaitable[asyncio.Future[CopiedWeights]]"]
 """Starts a function that reads the weights; returns its future once training may continue."""
-Snapshot = Callable[[torch.dtype, UnfinishedFile | None], Tensors]
+TakeSnapshot = Callable[[torch.dtype, UnfinishedFile | None], CopiedWeights]
 
 
 class Publisher:
@@ -38,7 +37,7 @@ class Publisher:
     def __init__(
         self,
         context: JobContext,
-        snapshot: Snapshot,
+        snapshot: TakeSnapshot,
         snapshot_bytes: Callable[[torch.dtype], int],
         *,
         kind: Literal["full", "lora"],
@@ -117,7 +116,7 @@ class Publisher:
         if version == 0:
             await self.wait()
 
-    def _copy(self) -> Tensors:
+    def _copy(self) -> CopiedWeights:
         """Copy the models; without a GPU into shared memory, if there is room."""
         draft = None if own_device().type == "cuda" else self._store.draft(self._num_bytes)
         return self._snapshot(self._dtype, draft)
@@ -143,7 +142,7 @@ class Publisher:
             self._sending = None
 
     async def _send(
-        self, version: int, copying: "asyncio.Future[Tensors]", keep: Callable[[], Set[int]]
+        self, version: int, copying: "asyncio.Future[CopiedWeights]", keep: Callable[[], Set[int]]
     ) -> None:
         tensors = await copying
 

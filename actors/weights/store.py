@@ -54,7 +54,15 @@ from .broadcast import BroadcastReceiver, Sender
 from .history import Step, WeightHistory, Whole, joined, make
 from .payloads import Payloads, Transport, locations
 from .shared_memory import SharedMemory, UnfinishedFile, in_parts, whole_file
-from .tensors import Payload, TensorBytes, TensorSource, check_layout, layout, tensors_of
+from .tensors import (
+    CopiedWeights,
+    Payload,
+    TensorBytes,
+    TensorSource,
+    check_layout,
+    layout,
+    tensors_of,
+)
 
 # Digests of the model folder's files, to report machines with other files. The learner's manifests
 # have them and receivers compare them, since tokenizer, template and an adapter's base are read
@@ -219,7 +227,8 @@ class WeightStore:
             manifest = await self._publish_words(version, entries, views)
         else:
             early = await self._announce_early(version, kind, entries, views)
-            manifest = await self._put_whole(version, kind, entries, views)
+            known = tensors.fingerprint if isinstance(tensors, CopiedWeights) else ""
+            manifest = await self._put_whole(version, kind, entries, views, known=known)
             await self._offered(manifest.digest, views)  # renews its time, to keep it
             del early
         old = await self._manifests.find(manifest_key(version))
@@ -312,9 +321,10 @@ class WeightStore:
         entries: list[TensorEntry],
         views: list[memoryview],
         differences: Sequence[Difference] = (),
+        known: str = "",
     ) -> Manifest:
         if self._holder is not None:
-            location, digest = await self._holder.put(version, entries, views)
+            location, digest = await self._holder.put(version, entries, views, known)
         else:
             parts = in_parts(views)
             location, digest = await self._payloads.put(version, parts, entries=entries)

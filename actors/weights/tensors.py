@@ -32,6 +32,13 @@ class TensorBytes:
     data: memoryview
 
 
+class CopiedWeights(dict[str, TensorBytes]):
+    """The tensors of a version, by name."""
+
+    fingerprint = ""
+    """Digest of all bytes in order; empty: not computed."""
+
+
 TensorSource: TypeAlias = Tensor | TensorBytes
 """A tensor of new weights; a tensor received on a GPU is a tensor there."""
 Payload: TypeAlias = memoryview | Tensor
@@ -245,6 +252,41 @@ class Fingerprint:
             self._digest.update(torch.cat(self._totals).cpu().numpy().data)
             self._totals = []
         return self._digest.hexdigest()
+
+
+class DigestedCopy:
+    """Copies tensors one after another into host memory, in parts that are digested on a device."""
+
+    def __init__(self, target: Tensor, device: torch.device) -> None:
+        """`target` is uint8[N], pinned for a GPU."""
+        self._target = target
+        self._part = torch.empty(min(PART_BYTES, target.numel()), dtype=torch.uint8, device=device)
+        self._digest = Fingerprint(target.numel())
+        self._filled: int = 0
+        self._copied: int = 0
+
+    def add(self, raw: Tensor) -> None:
+        """Add the next uint8[M]."""
+        added = 0
+        while added < raw.numel():
+            room = self._part[self._filled : self._filled + raw.numel() - added]
+            room.copy_(raw[added : added + room.numel()])
+            added += room.numel()
+            self._filled += room.numel()
+            if self._filled == self._part.numel():
+                self._flush()
+
+    def finish(self) -> str:
+        """Return the digest, hexadecimal, once the target has all tensors."""
+        self._flush()
+        return self._digest.hexdigest()
+
+    def _flush(self) -> None:
+        part, self._filled = self._part[: self._filled], 0
+        if part.numel():
+            self._digest.update(part)
+        self._target[self._copied : self._copied + part.numel()].copy_(part)
+        self._copied += part.numel()
 
 
 class Assembler:

@@ -510,6 +510,15 @@ async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
     return await _request(broker, f"STREAM.INFO.{name}", None)
 
 
+async def has_batches(broker: Broker, scope: JobScope) -> bool:
+    """Return whether a run has recorded a step; False for one without streams."""
+    try:
+        info = await stream_info(broker, scope.stream_batch)
+    except errors.NotFoundError:
+        return False
+    return bool(info["state"]["last_seq"])
+
+
 async def purge(broker: Broker, name: str, subject: str) -> None:
     """Remove a stream's messages on a subject; raises NotFoundError when the stream is gone."""
     await broker.retry(

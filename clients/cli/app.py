@@ -1,9 +1,9 @@
 """The commands of the command line; each module is imported when its command is used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, CycloptsPanel, Group, Parameter, UnknownOptionError
 
 # The examples at the end of a command's `--help`.
 #
@@ -197,12 +197,8 @@ _GROUPS: dict[str, list[_Command]] = {
             "model get", "quickstart:get_model", "Write a model as a folder, by its short name."
         ),
         _Command("model list", "quickstart:list_models", "List the models that have short names."),
-    ],
-    "Inference": [
         _Command("serve", "serving:serve", "Serve a model: a folder, a run, or RUN@STEP."),
-        _Command("infer", "serving:infer", "Play a game with a model and report its scores."),
-    ],
-    "Tinker API": [
+        _Command("infer", "serving:infer", "Play a game with a served model, episode by episode."),
         _Command("tinker up", "serving:up", "Serve the Tinker API: let programs train adapters."),
     ],
     "Inspecting a run": [
@@ -211,7 +207,9 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command(
             "profile", "inspection:profile", "Show where a run's time goes, and what to change."
         ),
-        _Command("eval", "evaluation:evaluate", "Evaluate a run or a checkpoint."),
+        _Command(
+            "eval", "evaluation:evaluate", "Score a run or a checkpoint on its validation set."
+        ),
         _Command("replay", "evaluation:replay", "Train a finished run again from its log."),
         _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
     ],
@@ -224,17 +222,6 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("user invite", "admin:invite", "Create an invitation to register."),
         _Command("user audit", "admin:audit", "Print the audit log of users."),
         _Command("register", "admin:register", "Register with an invitation."),
-    ],
-    "Single actors, for debugging": [
-        _Command("auth", "actor:auth", "Run the auth service of a pool in the foreground."),
-        _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
-        _Command("node", "actor:node", "Run a node of the pool in the foreground."),
-        _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
-        _Command("learner", "actor:learner", "Run the learner of a job."),
-        _Command("generator", "actor:generator", "Run one more generator of a job."),
-        _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),
-        _Command("server", "actor:server", "Run one more inference server of a job."),
-        _Command("environment", "actor:environment", "Run an environment host of a job."),
     ],
     "Writing your own": [
         _Command("config show", "config:show", "Print the effective configuration."),
@@ -259,13 +246,24 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command(
             "env eval",
             "evaluation:evaluate_game",
-            "Play a game with a model and report its scores.",
+            "Score any model, also by URL, on any game.",
         ),
         _Command(
             "env serve",
             "games:serve",
             "Host a run's game in this process, or serve a game to other trainers.",
         ),
+    ],
+    "Single actors, for debugging": [
+        _Command("auth", "actor:auth", "Run the auth service of a pool in the foreground."),
+        _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
+        _Command("node", "actor:node", "Run a node of the pool in the foreground."),
+        _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
+        _Command("learner", "actor:learner", "Run the learner of a job."),
+        _Command("generator", "actor:generator", "Run one more generator of a job."),
+        _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),
+        _Command("server", "actor:server", "Run one more inference server of a job."),
+        _Command("environment", "actor:environment", "Run an environment host of a job."),
     ],
 }
 _ALSO = {"version": ("version", "--version")}
@@ -275,31 +273,68 @@ _FAMILIES = {
     "config": ("Writing your own", "Show the configuration of a job."),
     "data": ("Writing your own", "Prepare data."),
     "model": ("Models", "Get models by short names."),
-    "tinker": ("Tinker API", "Serve the Tinker API."),
+    "tinker": ("Models", "Serve the Tinker API."),
     "deploy": ("Stack", "Check machines on which systemd runs the pool."),
     "env": ("Writing your own", "Create, check, play, evaluate and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
 
 
+_FIRST = "Start here"
+_FIRST_COMMANDS = (
+    *("quickstart", "up", "train", "ps", "watch", "rollouts", "eval", "serve", "env", "down"),
+)
+"""Shown before the others, in this order."""
+
+
+def _shown_in(name: str, groups: Mapping[str, Group], subject: str) -> dict[str, Any]:
+    """Return the group of a command in the list of all, and its place there."""
+    if name in _FIRST_COMMANDS:
+        return {"group": groups[_FIRST], "sort_key": _FIRST_COMMANDS.index(name)}
+    return {"group": groups[subject]}
+
+
+def _explain(error: CycloptsError) -> Any:
+    """Return what is printed for a wrong command line; `--num-steps` leads to the key."""
+    if isinstance(error, UnknownOptionError) and any(
+        argument.field_info.name == "overrides" for argument in error.argument_collection
+    ):
+        from ...schemas.config.load_config import all_keys
+
+        option, _, value = (error.token.keyword or error.token.value).partition("=")
+        name = option.lstrip("-").replace("-", "_")
+        keys = [key for key in all_keys() if name in (key, key.rsplit(".", 1)[-1])]
+        if keys:
+            written = " or ".join(f"{key}={value or 'VALUE'}" for key in keys[:3])
+            return CycloptsPanel(
+                f"Unknown option: {option}. Write the configuration key: {written}"
+            )
+    return CycloptsPanel(error)
+
+
 def build_app() -> App:
     """Return the command line with all its commands."""
+    names = (_FIRST, *_GROUPS, "Help")
+    groups = {name: Group(name, sort_key=place) for place, name in enumerate(names)}
     app = App(
         name="tinkermq",
         help="Agentic reinforcement learning over NATS. Every command takes `--help`, and "
         "`--debug`, which shows the traceback of an error.",
         version_flags=[],  # the command `version` has this name, too
         default_parameter=Parameter(negative=()),
+        group_commands=groups["Help"],
+        error_formatter=_explain,
         # A wrong command line returns exit code 2 instead of the parser's own exit.
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
     )
     cast("Any", app).register_install_completion_command(
-        group="Stack", help="Install shell completion."
+        group=groups["Help"], help="Install shell completion."
     )
     families = {
-        name: App(name=name, help=text, group=group) for name, (group, text) in _FAMILIES.items()
+        name: App(name=name, help=text, **_shown_in(name, groups, group))
+        for name, (group, text) in _FAMILIES.items()
     }
     for family in families.values():
         app.command(family)
@@ -316,7 +351,8 @@ def build_app() -> App:
             if family:
                 families[family].command(place, name=name, **options)
             else:
-                app.command(place, name=_ALSO.get(name, name), group=group, **options)
+                options |= _shown_in(name, groups, group)
+                app.command(place, name=_ALSO.get(name, name), **options)
     return app
 
 

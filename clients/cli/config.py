@@ -19,7 +19,7 @@ def show(config: Path, /, *overrides: str, json: bool = False) -> int:
     Parameters
     ----------
     config
-        YAML file; examples/ has one for each game.
+        YAML file; the repository's examples/ has one for each game.
     overrides
         `section.key=value`, such as `learner.lr=1e-5`.
     json
@@ -113,7 +113,7 @@ def plan(
     Parameters
     ----------
     config
-        YAML file; examples/ has one for each game.
+        YAML file; the repository's examples/ has one for each game.
     overrides
         `section.key=value`, such as `learner.ranks=4`.
     gpus

@@ -136,7 +136,7 @@ class Progress:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._total = self._done = self._next = 0
+        self._total = self._done = self._next = self._failed = 0
         self._reward = 0.0
 
     def follow(self, options: PlayOptions) -> PlayOptions:
@@ -171,11 +171,14 @@ class Progress:
             print_json_line({"result": result.to_dict()})
             return
         self._done += 1
-        self._reward += result.reward
+        self._failed += result.error is not None
+        self._reward += result.reward if result.error is None else 0.0
         if self._done * _TOLD_EVERY >= self._next * max(1, self._total):
             self._next = self._done * _TOLD_EVERY // max(1, self._total) + 1
-            mean = self._reward / self._done
-            print_note(f"{self._done} of {self._total} played, mean reward {mean:.3f}")
+            text = f"{self._done} of {self._total} played"
+            if played := self._done - self._failed:
+                text += f", mean reward {self._reward / played:.3f}"
+            print_note(text + (f", {self._failed} failed" if self._failed else ""))
 
 
 def print_report(report: InferenceReport, output: Path | None, *, as_json: bool) -> int:
@@ -192,7 +195,8 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
     rows = score_rows(summary)
     for kind, scores in summary.get("by_type", {}).items():
         rows += [(f"{kind} {name}", text) for name, text in score_rows(scores)]
-    print_table(("score", "value"), rows)
+    if summary["episodes"]:
+        print_table(("score", "value"), rows)
     if report.failed:
         first = (report.failed[0].error or "").splitlines()[0]
         print_note(f"{len(report.failed)} episodes failed; the first: {first}")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rich.console import Group
 from rich.live import Live
@@ -77,11 +77,12 @@ class LineDisplay:
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self._state = ""
+        self._change: Any = ""
+        """What the last printed line on the bottleneck advises."""
 
     def show(self, update: Update) -> None:
         """Print what is new."""
         progress = self._progress
-        known = progress.bottleneck
         stepped = update_progress(progress, update)
         if isinstance(update, JobRecord):
             if update.state != self._state:
@@ -90,8 +91,10 @@ class LineDisplay:
                 if progress.unlearnt:
                     print_plain(progress.unlearnt)
         elif isinstance(update, Event):
-            if update.kind == "bottleneck" and update.message == known:
-                return
+            if update.kind == "bottleneck":
+                if update.data.get("change") == self._change:
+                    return
+                self._change = update.data.get("change")
             print_plain(f"{update.kind}: {update.message}".rstrip(": "))
         elif isinstance(update, tuple):
             return

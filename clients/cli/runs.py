@@ -544,7 +544,13 @@ def delete(
     yes
         Do not ask.
     """
-    if not yes and sys.stdin.isatty():
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(
+            f"{', '.join(runs)}: all their data would be deleted for good, and there is no "
+            "terminal to ask on",
+            hint="repeat it with --yes",
+        )
+    if not yes:
         print_note(f"{', '.join(runs)}: all their data will be deleted for good")
         if input("delete? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1

@@ -1,5 +1,6 @@
 """`tinkermq serve`, `infer` and `tinker up`: put models on the pool, and play games with them."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from ..inference.inference_client import (
 from ..pool import Pool
 from ..validation import resolve_paths
 from .evaluation import PLAY_FLAGS, PlayFlags, find_served, play_in_pool, print_report
-from .output import literal, print_commands, print_json, print_plain, print_text
+from .output import literal, print_commands, print_json, print_note, print_plain, print_text
 from .session import COMMON, Common, with_pool
 
 
@@ -79,7 +80,7 @@ def serve(
         )
         if not common.json:
             print_text(f"[bold green]submitted[/] [bold]{record.name}[/]  (job {record.job})")
-        return record if detach else await wait_until_served(pool, record, START_S)
+        return record if detach else await wait_until_served(pool, record, START_S, _print_queued)
 
     url = find_url(common.nats_url)
     record = with_pool(url, work)
@@ -99,6 +100,10 @@ def serve(
     return 0
 
 
+def _print_queued(record: JobRecord) -> None:
+    print_note(f"{record.name} is queued: {record.reason}")
+
+
 def _print_served(record: JobRecord, served: dict[str, Any]) -> None:
     follows = " (the newest version of a live run)" if record.follow else ""
     print_plain(f"model       {served['model']}{follows}")
@@ -109,9 +114,19 @@ def _print_served(record: JobRecord, served: dict[str, Any]) -> None:
             "OpenAI URL  no gateway is known: give --gateway URL or set TINKERMQ_GATEWAY_URL"
         )
     print_text(f"server_url  {served['server_url']}")
+    question = {"model": served["model"], "messages": [{"role": "user", "content": "Hello"}]}
+    chat = f"curl {served['url']}/chat/completions -d '{json.dumps(question)}'"
+    play = f"tinkermq infer {record.name}"
+    env: dict[str, Any] = record.config.get("env") or {}
+    is_hosted = bool(env.get("game")) and env.get("hosts") != 0
     print_commands(
         {
-            f"tinkermq infer {record.name} --game GAME": "play a game with it",
+            **({chat: "ask it"} if served["url"] else {}),
+            **(
+                {f"{play} --max-samples 64": f"play {env['game']}, its run's game"}
+                if is_hosted
+                else {f"{play} --game GAME --max-samples 64": "play a game with it"}
+            ),
             f"tinkermq scale {record.name} servers=2": "share its requests",
             f"tinkermq logs {record.name} -f": "what its servers write",
             f"tinkermq stop {record.name}": "end it",

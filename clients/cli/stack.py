@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -22,9 +24,23 @@ from ...broker.credentials import PoolSecrets
 from ...broker.nats_server import SYNC_INTERVAL
 from ...schemas.local.process import die_with
 from ...schemas.machines import machines_config
-from ...schemas.wire.errors import ConfigError, DeadlineError, TinkermqError, error_from_reply
+from ...schemas.wire.errors import (
+    ConfigError,
+    DeadlineError,
+    StateError,
+    TinkermqError,
+    error_from_reply,
+)
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
-from .output import duration, literal, print_json, print_note, print_plain, print_text
+from .output import (
+    duration,
+    literal,
+    print_commands,
+    print_json,
+    print_note,
+    print_plain,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from .supervisor import StackOptions
@@ -35,6 +51,9 @@ UP_DEADLINE_S = 660.0
 PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
+NATS_PORT = 4222
+_EXAMPLES = ("examples/calculator.yaml", "outputs/quickstart.yaml")
+"""Of a checkout, and of a quickstart in this folder."""
 _POLL_S = 0.1
 _GATEWAY_NEEDS = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client")
 
@@ -43,7 +62,7 @@ def up(
     *,
     nats_url: str | None = None,
     host: str = "127.0.0.1",
-    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 4222,
+    port: Annotated[int | None, Parameter(validator=Number(gte=0, lte=65535))] = None,
     sync_interval: str = "always",
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
@@ -71,7 +90,7 @@ def up(
     tls_key
         Its private key.
     port
-        Port of the started server; 0: a free one.
+        Port of the started server; default: 4222, 0: a free one.
     sync_interval
         How often the started server syncs its store to the disk: always, or a time such as 10s,
         which is faster on slow disks. Messages of that time are lost when the machine loses power.
@@ -101,29 +120,51 @@ def up(
     folder = (store or default_folder()).resolve()
     _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
     running = Home(folder).read_running_stack()
-    if running is None:
-        from .supervisor import StackOptions
+    from .supervisor import StackOptions
 
+    options = StackOptions(
+        home=folder,
+        nats_url=nats_url,
+        host=host,
+        port=NATS_PORT if port is None else port or None,
+        sync_interval=sync_interval,
+        tls_cert=tls_cert.resolve() if tls_cert else None,
+        tls_key=tls_key.resolve() if tls_key else None,
+        slots=slots,
+        on=_machines(on, slots),
+    )
+    if running is None:
         gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
-        options = StackOptions(
-            home=folder,
-            nats_url=nats_url,
-            host=host,
-            port=port or None,
-            sync_interval=sync_interval,
-            tls_cert=tls_cert.resolve() if tls_cert else None,
-            tls_key=tls_key.resolve() if tls_key else None,
-            slots=slots,
-            on=_machines(on, slots),
-            gateway_port=gateway,
-        )
+        options = options.model_copy(update={"gateway_port": gateway})
         if foreground:
             return _hold(options, as_json=json)
         running = start_detached(options)
-    elif not json:
-        print_note("a stack is up already; `tinkermq down` stops it")
+    else:
+        chosen = options.model_dump(mode="json", exclude_defaults=True, exclude={"home", "port"})
+        chosen |= {"port": port or None, "gateway_port": gateway_port or None}
+        _refuse_other(running, {**chosen, "no_gateway": no_gateway or None})
+        if not json:
+            print_note("a stack is up already; `tinkermq down` stops it")
     _show(running, as_json=json)
     return 0
+
+
+def _refuse_other(running: StackState, chosen: Mapping[str, Any]) -> None:
+    """Refuse options that a running stack was not started with."""
+    own = {
+        **running.options,
+        "port": urlsplit(running.url).port,
+        "gateway_port": urlsplit(running.gateway or "").port,
+        "no_gateway": running.gateway is None,
+    }
+    other = [name for name, value in chosen.items() if value is not None and value != own.get(name)]
+    if other:
+        options = ", ".join(f"--{name.replace('_', '-')} {chosen[name]}" for name in other)
+        raise StateError(
+            f"a stack is up already, at {shown_url(running.url)}, and was started without "
+            f"{options.replace(' True', '')}",
+            hint="stop it first: `tinkermq down`; or start another one: `--store FOLDER`",
+        )
 
 
 def down(*, store: Path | None = None, json: bool = False) -> int:
@@ -310,6 +351,12 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
     if foreground:
         print_text("  Ctrl-C stops it")
         return
-    print_text("  [bold]tinkermq train examples/calculator.yaml[/]   train a model")
-    print_text("  [bold]tinkermq ps[/]                               list runs")
-    print_text("  [bold]tinkermq down[/]                             stop everything")
+    example = next((path for path in _EXAMPLES if Path(path).is_file()), "CONFIG.yaml")
+    print_commands(
+        {
+            f"tinkermq train {example}": "train a model",
+            "tinkermq env new my-game": "a game of your own, with its configuration",
+            "tinkermq ps": "list runs",
+            "tinkermq down": "stop everything",
+        }
+    )

@@ -448,6 +448,7 @@ class Supervisor:
             children=pids,
             restarts=restarts,
             home=str(self.home.folder),
+            options=self.options.model_dump(mode="json"),
             started=self.started,
         )
 

@@ -46,7 +46,7 @@ def train(
     Parameters
     ----------
     config
-        YAML file; examples/ has one for each game.
+        YAML file; the repository's examples/ has one for each game.
     overrides
         `section.key=value`, such as `learner.lr=1e-5 training.num_steps=20`.
     from_

@@ -71,6 +71,9 @@ class HostedEnvironment(ABC):
         self._stopping: asyncio.Event | None = None
         self._hosting: Future[None] | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(job_id={self.job_id!r})"
+
     @abstractmethod
     def get_config(self) -> dict[str, Any]:
         """Return the part of the job's configuration that this environment decides."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,14 +306,23 @@ async def submit_inference(
     )
 
 
-async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
-    """Wait until a server of the job answers.
+async def wait_until_served(
+    pool: Pool,
+    record: JobRecord,
+    timeout_s: float,
+    on_queued: Callable[[JobRecord], None] = lambda _: None,
+) -> JobRecord:
+    """Wait until a server of the job answers; `on_queued` gets it with each reason of a wait.
 
     Raises JobFailedError, or DeadlineError with the reason.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
+    why = ""
     while True:
         record = await pool.find(record.job)
+        if record.state == "QUEUED" and record.reason != why:
+            why = record.reason
+            on_queued(record)
         if record.state in FINAL_STATES:
             raise job_failure(record)
         actors = [entry.value for entry in await list_presences(pool.broker, record.scope.key)]

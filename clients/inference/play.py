@@ -347,6 +347,11 @@ class InferenceReport:
     """Failed episodes, with `error`."""
     samples: int = 1
 
+    def __repr__(self) -> str:
+        reward = f", mean reward {self.summary['mean_reward']:.3f}" if self.results else ""
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        return f"InferenceReport({len(self.results)} episodes{reward}{failed})"
+
     def __iter__(self) -> Iterator[EpisodeResult]:
         """Yield the episodes."""
         return iter(self.results)

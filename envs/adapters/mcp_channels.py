@@ -107,6 +107,10 @@ class Channel(Protocol):
         """Send a notification."""
         ...
 
+    def cancel(self, note: dict[str, Any]) -> None:
+        """Send the notification that a request is cancelled, also if `close` follows."""
+        ...
+
     def use_protocol(self, version: str) -> None:
         """Record the version of the protocol."""
         ...
@@ -255,6 +259,8 @@ class StdioChannel(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._printed: _Printed | None = None
         self._program: PipedProgram | None = None
+        self._grace_s = 0.0
+        """Time in which the program may end by itself when it is closed."""
 
     async def start(self) -> None:
         """Start the program; SandboxError, ConfigError."""
@@ -300,12 +306,18 @@ class StdioChannel(asyncio.Protocol):
         """Send a notification."""
         self._write(message)
 
+    def cancel(self, note: dict[str, Any]) -> None:
+        """Send the notification that a request is cancelled; the program has time to act on it."""
+        self._write(note)
+        self._grace_s = _END_S
+
     def use_protocol(self, version: str) -> None:
         """Do nothing: lines are the same in all versions."""
 
     def close(self) -> None:
         """End the program; harmless when repeated."""
-        self._fail(McpServerError(f"the session with {self._name} is closed"), grace_s=0.0)
+        error = McpServerError(f"the session with {self._name} is closed")
+        self._fail(error, grace_s=self._grace_s)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the pipe to the program."""

@@ -136,6 +136,7 @@ class McpSession:
             async with asyncio.timeout(limit_s):
                 answer = await self._channel.request(message)
         except TimeoutError as error:
+            self._cancel(message, f"no answer within {limit_s:g} s")
             if not self.is_shared or self._server.command:  # over HTTP a session survives
                 self.close()
             call = f"{method} of {params['name']}" if "name" in params else method
@@ -145,6 +146,7 @@ class McpSession:
                 "env.on_step_timeout decides what happens to the episode",
             ) from error
         except asyncio.CancelledError:
+            self._cancel(message, "the episode is given up")
             if not self.is_shared:
                 self.close()
             raise
@@ -157,6 +159,12 @@ class McpSession:
         if not isinstance(result, dict):
             raise self._wrong(method, answer)
         return cast("dict[str, Any]", result)
+
+    def _cancel(self, message: Mapping[str, Any], reason: str) -> None:
+        """Report that the answer to a request is not awaited any more, as the protocol asks."""
+        if message["method"] != "initialize":  # which must not be cancelled
+            params = {"requestId": message["id"], "reason": reason}
+            self._channel.cancel(mcp_channels.rpc_message("notifications/cancelled", params))
 
     def close(self) -> None:
         """End the session; harmless when repeated. On its event loop only."""

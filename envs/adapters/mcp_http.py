@@ -117,7 +117,7 @@ class HttpChannel:
         self._last_id = 0
         self._opening: list[Mapping[str, Any]] = []
         self._has_called = False
-        self._renewing = asyncio.Lock()
+        self._renewing, self._parting = asyncio.Lock(), asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -156,12 +156,18 @@ class HttpChannel:
             return
         self._is_open = False
         if "Mcp-Session-Id" in self._headers:
-            begin_farewell(self._delete())
+            begin_farewell(self._part("DELETE"))
 
-    async def _delete(self) -> None:
+    def cancel(self, note: dict[str, Any]) -> None:
+        """Send the notification that a request is cancelled, also if `close` follows."""
+        begin_farewell(self._part("POST", json.dumps(note).encode()))
+
+    async def _part(self, method: str, body: bytes | None = None) -> None:
+        """Send what a server hears last, in order; it need not succeed."""
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError, CallRefused):
-            async with asyncio.timeout(_CONNECT_S):
-                async with contextlib.aclosing(await self._reply("DELETE", self._headers)) as reply:
+            async with asyncio.timeout(_CONNECT_S), self._parting:
+                reply = await self._reply(method, self._headers, body)
+                async with contextlib.aclosing(reply):
                     await self._body(reply)
 
     async def _renew(self, session: str | None) -> None:

@@ -282,8 +282,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "object", "file", "nccl"] = "auto"
     """object: through NATS; file: a shared folder; nccl: [from memory to
-    memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generator share a
-    GPU, else object."""
+    memory](architecture.md#from-memory-to-memory); auto: nccl where learner and generators have
+    GPUs (in a pool with users: share one), else object."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(

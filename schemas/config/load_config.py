@@ -329,7 +329,7 @@ def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str,
     if not file.is_file():
         raise ConfigError(
             f"the configuration file {str(file)!r} does not exist",
-            hint="give the path of a YAML file; examples/ has one for each game",
+            hint="give the path of a YAML file; the repository's examples/ has one for each game",
         )
     try:
         text = file.read_text(encoding="utf-8")
@@ -355,7 +355,7 @@ def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict
         kind = "list" if isinstance(value, list) else "single value"
         raise ConfigError(
             f"{what} holds a {kind}, not a map of keys to values",
-            hint="begin with `model:` and `env:`; examples/ has one for each game",
+            hint="begin with `model:` and `env:`; the repository's examples/ has one for each game",
         )
     values = cast("dict[str, Any]", value)
     _drop_empty_sections(values, model)

@@ -39,6 +39,8 @@ _UNUSABLE = 0.04
 _GRAPHS_BYTES = GIB
 VLLM_SHARE = 0.92
 """vLLM's share of a card that it does not share."""
+VERSIONS_IN_MEMORY = 3
+"""Versions of new weights that a sender holds: the newest two, and the one being published."""
 TRANSFER_BYTES = 2 * 64 * _MIB
 """Two buckets of weights in transfer."""
 
@@ -84,6 +86,8 @@ class LearnerLoad:
     """The reference and teachers that the learner loads."""
     image_tokens: int = 0
     """Tokens of a pass that are images, at most."""
+    published_bytes: int = 0
+    """Bytes of a version of new weights."""
 
     @property
     def trained(self) -> int:
@@ -106,13 +110,17 @@ def learner_load(
     on_gpu: bool = True,
     updated: Iterable[ModelShape] = (),
     frozen: Iterable[ModelShape] = (),
+    roles: Iterable[ModelShape] = (),
     adapter: int | None = None,
 ) -> LearnerLoad:
     """Return the load of one rank of a job's learner, from its configuration.
 
-    `adapter` is the number of its adapter's weights, if they were counted.
+    `roles` are the policies of other roles, which are also `updated`; `adapter` is the number of
+    its adapter's weights, if they were counted.
     """
     learner, lora = job.learner, job.lora
+    published = [adapter_weights(job, model) or model.weights for model in (shape, *roles)]
+    published_width = 4 if job.published_dtype(on_gpu=on_gpu) == "float32" else 2
     dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
     attention = job.model.attn_implementation
     reads_lengths = attention == "auto" and on_gpu and dtype == "bfloat16"
@@ -135,6 +143,7 @@ def learner_load(
         updated=tuple(updated),
         frozen=tuple(frozen),
         image_tokens=0 if shape.vision is None else image_tokens(job, microbatch_tokens),
+        published_bytes=published_width * sum(published) if job.generator.count else 0,
     )
 
 
@@ -251,7 +260,8 @@ def host_terms(load: LearnerLoad) -> list[Term]:
     """Return a learner rank's use of host memory besides its own process.
 
     A checkpoint is written from a copy of all trained tensors; with several ranks, the first
-    gathers all weights.
+    gathers all weights. It also holds versions of new weights, in pinned memory, of which torch
+    takes powers of two.
     """
     weights = _MASTER_BYTES * (load.trained + sum(model.weights for model in load.updated))
     copied = (weights + _state_bytes(load)) // load.shards
@@ -260,6 +270,10 @@ def host_terms(load: LearnerLoad) -> list[Term]:
         Term("weights for a checkpoint, on the first rank", weights if load.is_sharded else 0),
         Term("activations", _inputs(load) if load.offload_activations else 0),
     ]
+    if load.on_gpu and load.published_bytes:
+        pinned = 1 << (load.published_bytes - 1).bit_length()
+        name = "versions of new weights" + (", on the first rank" if load.ranks > 1 else "")
+        terms.append(Term(name, VERSIONS_IN_MEMORY * pinned))
     return [term for term in terms if term.num_bytes]
 
 

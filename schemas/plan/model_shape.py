@@ -23,6 +23,8 @@ _MAX_HEADER_BYTES = 64 << 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
 _EXPERTS = re.compile(r"\.experts\.")
+_TUNED = re.compile(r"^meta-|-(?:base|chat|instruct|thinking|math|coder|2507)(?=-|$)")
+"""Parts of published names that do not change the shape."""
 _ORIGINAL = "original_max_position_embeddings"
 _SCALED_BY_FACTOR = ("yarn", "linear")
 """Kinds of scaled rotary positions that may exceed `max_position_embeddings`."""
@@ -303,7 +305,7 @@ def find_shape(path: str) -> ModelShape | None:
     base = _base_of(path)
     if base is not None:
         return find_shape(base)
-    known = _PUBLISHED.get(path.rsplit("/", 1)[-1].lower().removesuffix("-instruct"))
+    known = _PUBLISHED.get(_TUNED.sub("", path.rsplit("/", 1)[-1].lower()))
     return None if known is None else shape_of(known)
 
 
@@ -419,7 +421,8 @@ def _cached(path: str) -> list[Path]:
     """Return the folders of a model in the hub's cache, newest first."""
     if path.count("/") > 1 or path.startswith(("/", ".", "~")):
         return []
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    home = Path(os.environ.get("HF_HOME", caches / "huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     snapshots = cache / f"models--{path.replace('/', '--')}" / "snapshots"
     match = snapshots.glob("*") if snapshots.is_dir() else ()
@@ -467,4 +470,4 @@ _PUBLISHED = {
     "llama-3.1-8b": _published("llama", False, 128256, "4096 32 32 8 14336", 128),
     "llama-3.1-70b": _published("llama", False, 128256, "8192 80 64 8 28672", 128),
 }
-"""Configurations of published models, by hub name without `-instruct`."""
+"""Configurations of published models, by hub name without `_TUNED`."""

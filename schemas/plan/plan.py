@@ -6,8 +6,9 @@ count with their maximum length, so times are upper bounds for shorter episodes.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
@@ -212,6 +213,8 @@ class StepTimes:
     weights_s: float
     step_s: float
     """From one version to the next: parts overlap unless training is on-policy."""
+    mfu: float = 0.0
+    """As `ModelUse.mfu` of a run's steps."""
 
 
 def estimate_times(
@@ -228,7 +231,54 @@ def estimate_times(
     weights = _weights_s(job, models.policy, cards, reached)
     overlaps = job.training.max_staleness != 0 and not shares_card(job, cards.num)
     total = max(generation, training + weights) if overlaps else generation + training + weights
-    return StepTimes(generation, training, weights, total)
+    use = ModelUse.of(job, models, cards.card)
+    mfu = 0.0
+    if use is not None:
+        response = job.rollout.max_prompt_tokens, job.rollout.response_limit
+        groups = [[response] * job.rollout.group_size] * job.training.batch_size
+        mfu = use.mfu(groups, training)
+    return StepTimes(generation, training, weights, total, mfu)
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """The share of a learner's GPUs that trains its policy (MFU, arXiv 2204.02311)."""
+
+    shape: ModelShape
+    flops: float
+    """Operations per second of all its GPUs, by their data sheet."""
+    shares_prompts: bool
+    epochs: int
+    """Updates by each token."""
+
+    @classmethod
+    def of(
+        cls, job: JobConfig, models: JobModels | None, card: GpuCard | None
+    ) -> "ModelUse | None":
+        """Return the use of cards of a kind; None for an unknown card or model."""
+        if card is None or models is None or not card.bfloat16_flops or models.policy.is_unknown:
+            return None
+        rate = _learner_flops(job, card) * job.learner.ranks
+        return cls(models.policy, rate, job.learner.share_prompts, job.learner.ppo_epochs)
+
+    def mfu(self, groups: Iterable[Sequence[tuple[int, int]]], seconds: float) -> float:
+        """Return the share for groups of responses, each the tokens of its prompt and the others.
+
+        A token takes 3 times its forward pass, 2 N + 2 L A T operations: N weights that read it, L
+        layers, A width of all heads, T tokens of its sequence. Recomputed activations, other models
+        and padding do not count; a shared prompt counts once.
+        """
+        forward = 0.0
+        for group in groups:
+            for number, (prompt, others) in enumerate(group):
+                computed = others if number and self.shares_prompts else prompt + others
+                forward += computed * _forward_flops(self.shape, prompt + others)
+        return 3 * self.epochs * forward / (seconds * self.flops) if seconds > 0 else 0.0
+
+
+def _learner_flops(job: JobConfig, card: GpuCard) -> float:
+    in_half = resolve_dtype(job.learner.dtype, on_gpu=True) == "bfloat16"
+    return card.bfloat16_flops if in_half else card.tf32_flops
 
 
 def _generation_s(
@@ -274,14 +324,33 @@ def _training_s(
         flops += _forward_flops(shape, rollout.max_tokens)
     for shape in models.updated:
         flops += _forward_flops(shape, rollout.max_tokens) * (updates + 1)
-    in_half = resolve_dtype(job.learner.dtype, on_gpu=True) == "bfloat16"
-    rate = card.bfloat16_flops if in_half else card.tf32_flops
-    computing = flops / (rate * reached.learner_of_peak)
+    computing = flops / (_learner_flops(job, card) * reached.learner_of_peak)
     if learner.offload_activations:  # to host memory and back, each time
-        width = models.policy.hidden * (2 if in_half else 4)
+        width = models.policy.hidden * find_learner_load(job, models, learner).compute_bytes
         copied = 2 * models.policy.layers * width * job.learner.ppo_epochs
         computing += copied / _PCIE_BYTES_PER_S
-    return tokens * computing / job.learner.ranks
+    computing *= tokens / job.learner.ranks
+    return max(computing, _exchange_s(job, models, card, learner, tokens))
+
+
+def _exchange_s(
+    job: JobConfig, models: JobModels, card: GpuCard, learner: LearnerSettings, tokens: int
+) -> float:
+    """Return the time in which ranks exchange weights and gradients, beside computing.
+
+    Each pass gathers all weights forwards and backwards, and adds float32 gradients. The links of
+    one machine count; between machines it takes longer.
+    """
+    load = find_learner_load(job, models, learner)
+    if load.shards == 1 or not card.link:
+        return 0.0
+    passes = ceil(tokens / (load.microbatch_tokens * load.ranks / load.context_parallel))
+    weights = [models.policy, *models.updated]
+    gathered = 2 * load.compute_bytes * sum(shape.weights for shape in weights)
+    added = 4 * (load.trained + sum(shape.weights for shape in models.updated))
+    share = (load.shards - 1) / load.shards
+    moved = passes * job.learner.ppo_epochs * share * (gathered + added)
+    return moved / (card.link * _LINK_SHARE)
 
 
 def _forward_flops(shape: ModelShape, length: int) -> float:
@@ -294,12 +363,16 @@ def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Effic
         return 0.0
     width = 4 if job.published_dtype(on_gpu=True) == "float32" else 2
     num_bytes = (adapter_weights(job, shape) or shape.weights) * width
+    link, transport = cards.card.link * _LINK_SHARE, job.weights.transport
+    copied = num_bytes / _PCIE_BYTES_PER_S  # of the GPU, into the machine's memory
+    if job.learner.ranks > 1 and link:
+        copied += num_bytes / link  # gathered from the ranks
     rate = _OBJECT_BYTES_PER_S
     if shares_card(job, cards.num):
-        rate = cards.card.bandwidth * _LINK_SHARE
-    elif job.weights.transport == "nccl" and cards.card.link:
-        rate = cards.card.link * _LINK_SHARE
-    return num_bytes / (reached.weights_bytes_per_s or rate)
+        rate = _PCIE_BYTES_PER_S
+    elif transport in ("auto", "nccl") and link:
+        rate = min(_PCIE_BYTES_PER_S, link)
+    return copied + num_bytes / (reached.weights_bytes_per_s or rate)
 
 
 # -- a plan ----------------------------------------------------------------------------------------
@@ -354,6 +427,7 @@ class Plan:
                 "step": self.times.step_s,
                 "efficiencies": self.reached.source,
             },
+            "mfu": self.times.mfu,
         }
 
     def lines(self) -> list[str]:
@@ -383,8 +457,9 @@ class Plan:
         times = self.times
         lines.append(
             f"a step: {times.step_s:.1f} s (generation {times.generation_s:.1f} s, training "
-            f"{times.training_s:.1f} s, weights {times.weights_s:.1f} s), by the card's data sheet "
-            f"and efficiencies that are {self.reached.source}, episodes at their longest"
+            f"{times.training_s:.1f} s, weights {times.weights_s:.1f} s; MFU {times.mfu:.0%}), by "
+            f"the card's data sheet and efficiencies that are {self.reached.source}, episodes at "
+            "their longest"
         )
         return lines
 

@@ -143,19 +143,23 @@ class EngineSettings:
 
 
 def choose_learner_settings(
-    job: JobConfig, models: JobModels, card: GpuCard, *, shared: bool = False
+    job: JobConfig, models: JobModels | None, card: GpuCard, *, shared: bool = False
 ) -> LearnerSettings:
     """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
 
     A pass has as many tokens as fit; activations are recomputed only if few would fit otherwise,
     and offloaded only if none would. If nothing fits, the settings with the least memory are
-    chosen. On a card `shared` with an engine, activations and logits take at most a quarter.
+    chosen. On a card `shared` with an engine, activations and logits take at most a quarter. Of
+    unknown models a pass has one row, and activations are recomputed.
     """
     learner = job.learner
     configured = learner.microbatch_tokens
     sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
     sizes = [*sizes, learner.max_row_tokens] if configured == "auto" else [configured]
     ways = _ways_of_activations(job)
+    if models is None:
+        careful = next((way for way in ways if way.checkpointing), ways[-1])
+        return LearnerSettings(sizes[-1], careful.checkpointing, careful.offloads)
     usable = _CHOSEN_SHARE * memory.usable_bytes(card.memory_bytes)
     for way in ways:
         for tokens in sizes:
@@ -205,6 +209,7 @@ def find_learner_load(
         offload_activations=settings.offload_activations,
         updated=models.updated,
         frozen=models.frozen,
+        roles=models.roles,
         adapter=models.adapter,
     )
 

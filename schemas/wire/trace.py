@@ -86,6 +86,9 @@ class StepTrace(Message):
     `paused`, `other`. All but `wait`, and what preceded it, comes after `formed`."""
     send_s: float = 0.0
     """Sending the previous version, during training."""
+    cores_busy: float = 0.0
+    """Busy share of the machine's cores since the previous step, 0 to 1, if the learner and all
+    generators are on one machine; 0: unknown."""
     generators: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
     """Each generator, up to its last group: `generate`, `environment` (all episodes wait for the
     game), `validation` (and nothing of training), `swap` (weights), `weights` (all tasks wait for

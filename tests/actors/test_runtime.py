@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED
+from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED, Repeats
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import ConfigError, root_cause
 
@@ -59,6 +59,22 @@ async def test_an_actor_that_returns_exits_with_0(broker: Broker, tmp_path: Path
     process = start(broker, tmp_path, "context.log.info('work_done')")
     assert [line["event"] for line in log_of(process)] == ["work_done"]
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1"}, "lo"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1", "NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "none"),
+    ],
+)
+async def test_nccl_is_given_the_interface_to_the_broker_before_an_actor_makes_a_group(
+    broker: Broker, tmp_path: Path, environment: dict[str, str], expected: str
+) -> None:
+    work = "import os; context.log.info(os.environ.get('NCCL_SOCKET_IFNAME', 'none'))"
+    process = start(broker, tmp_path, work, **environment)
+    assert [line["event"] for line in log_of(process)] == [expected]
 
 
 async def test_a_mistake_of_the_users_is_final_and_says_what_to_do(
@@ -150,3 +166,9 @@ def test_the_root_cause_of_a_group_is_the_error_that_was_raised_on_purpose() -> 
     group = ExceptionGroup("outer", [KeyError("x"), ExceptionGroup("inner", [ours])])
     assert root_cause(ExceptionGroup("single", [ours])) is ours
     assert isinstance(root_cause(group), KeyError)
+
+
+def test_what_repeats_is_reported_at_each_doubling_and_other_texts_are_not_held_back() -> None:
+    repeats = Repeats()
+    assert [repeats.due("no rule") for _ in range(9)] == [1, 2, 0, 4, 0, 0, 0, 8, 0]
+    assert repeats.due("another") == 1

@@ -182,6 +182,41 @@ def test_piped_output_has_no_colour_and_no_frames(cli: Cli, config: Path) -> Non
         assert "│" not in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train a.yaml --num-steps 3", "the configuration key: training.num_steps=VALUE"),
+        ("resume my-run --num_steps=80", "the configuration key: training.num_steps=80"),
+        ("train a.yaml --frm run", "Unknown option: --frm. Did you mean --from?"),
+        ("ps --num-steps 3", "Unknown option: --num-steps."),
+        ("delete my-run", "there is no terminal to ask on repeat it with --yes"),
+    ],
+)
+def test_a_wrong_line_is_answered_with_the_right_one(line: str, said: str, cli: Cli) -> None:
+    done = cli(*line.split())
+    assert done.code == 2
+    assert said in " ".join(done.err.replace("│", " ").split())
+
+
+def test_help_shows_the_ten_first_commands_before_the_others(cli: Cli) -> None:
+    words = [line.split() for line in cli("--help").out.splitlines() if line.startswith(("│", "╭"))]
+    first = [word[1] for word in words[1:11]]
+    assert words[0][1:3] == ["Start", "here"]
+    assert " ".join(first) == "quickstart up train ps watch rollouts eval serve env down"
+    assert words[11][1] == "Stack"
+
+
+def test_clients_show_what_they_are() -> None:
+    lines = (
+        "import tinkermq.clients as c",
+        "print(dir(c) == sorted(c.__all__))",
+        "print(c.SchedulerClient('nats://u:secret@h:1'), c.Run('r', 'nats://h:1'))",
+        "print(repr(c.InferenceReport()), c.GameEnvironment.__repr__ is not object.__repr__)",
+    )
+    shown = "True SchedulerClient('nats://h:1') Run('r') InferenceReport(0 episodes) True"
+    assert " ".join(run("; ".join(lines)).split()) == shown
+
+
 def test_config_schema_lists_every_key(cli: Cli) -> None:
     out = cli("config", "schema").out
     assert all(f"{key}: " in out for key in all_keys())
@@ -201,6 +236,9 @@ def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:
     told = check_model_files(parse_config(given), "tls://pool.example.org:4222")
     assert "the pool's own" in told
     with pytest.raises(ModelError, match="there is no model folder"):
+        check_model_files(parse_config(given), "nats://127.0.0.1:4222")
+    given["model"]["path"] = "outputs/models/nowhere"
+    with pytest.raises(ModelError, match=r"actors\.warm_start nowhere outputs"):
         check_model_files(parse_config(given), "nats://127.0.0.1:4222")
 
 

@@ -19,14 +19,20 @@ from tinkermq.clients import (
     run_inference,
 )
 from tinkermq.clients.base import JobAddress, parse_broker_url, parse_server_url
-from tinkermq.clients.cli.evaluation import resolve_served
+from tinkermq.clients.cli.evaluation import Progress, print_report, resolve_served
+from tinkermq.clients.cli.serving import _print_served
 from tinkermq.clients.home import Home, StackState, find_openai
 from tinkermq.clients.inference.inference_client import (
     ModelSource,
     find_source,
     with_options,
 )
-from tinkermq.clients.inference.play import chosen_tasks, hosted_env
+from tinkermq.clients.inference.play import (
+    EpisodeResult,
+    InferenceReport,
+    chosen_tasks,
+    hosted_env,
+)
 from tinkermq.clients.inference.run_inference import open_served
 from tinkermq.clients.pool import Pool
 from tinkermq.envs import AbstractGame, StepResult
@@ -195,6 +201,41 @@ async def test_an_unclear_job_is_refused(
     with pytest.raises(ConfigError, match=said):
         async with open_served(server, job, model_path=model):
             pass
+
+
+@pytest.mark.parametrize(
+    ("env", "played"),
+    [
+        ({"game": "bandit"}, "tinkermq infer chat --max-samples 64 "),
+        ({"game": "bandit", "hosts": 0}, "tinkermq infer chat --game GAME --max-samples 64 "),
+        ({}, "tinkermq infer chat --game GAME --max-samples 64 "),
+    ],
+)
+def test_a_served_model_is_shown_with_commands_that_work(
+    env: dict[str, Any], played: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = new_record(JobScope("u", "j"), name="chat", kind="infer", config={"env": env})
+    _print_served(record, {"model": "m", "url": "http://h/v1", "server_url": "nats://h/u/j"})
+    shown = capsys.readouterr().out
+    assert f"  {played}" in shown
+    asked = '{"model": "m", "messages": [{"role": "user", "content": "Hello"}]}'
+    assert f"  curl http://h/v1/chat/completions -d '{asked}' " in shown
+
+
+def test_episodes_that_all_failed_have_no_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = EpisodeResult(0, 0, 0.0, False, error="no rule\nFile game.py")
+    progress = Progress(as_json=False)
+    progress.start(2, 0)
+    progress.add(failed)
+    progress.add(EpisodeResult(1, 0, 0.5, False))
+    assert print_report(InferenceReport(failed=[failed]), None, as_json=False) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines()[1:4] == [
+        "1 of 2 played, 1 failed",
+        "2 of 2 played, mean reward 0.500, 1 failed",
+        "1 episodes failed; the first: no rule",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -361,9 +361,11 @@ def test_a_bottleneck_that_stays_the_same_is_told_once(
     progress: RunProgress, capsys: pytest.CaptureFixture[str]
 ) -> None:
     display = LineDisplay(progress)
-    for _ in range(3):
-        display.show(Event(kind="bottleneck", source="learner", message="the engine", time=0))
-    assert capsys.readouterr().out == "bottleneck: the engine\n"
+    for share, change in ((61, "ranks"), (63, "ranks"), (60, "ranks"), (20, "generators")):
+        told = {"message": f"the learner waited {share}%", "data": {"change": [change]}}
+        display.show(Event(kind="bottleneck", source="learner", time=0, **told))
+    shown = "bottleneck: the learner waited 61%\nbottleneck: the learner waited 20%\n"
+    assert capsys.readouterr().out == shown
 
 
 def test_rewards_are_averaged_to_the_width_of_the_display(progress: RunProgress) -> None:

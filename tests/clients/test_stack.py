@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import pytest
 from tinkermq.broker.client.connection import connect
@@ -89,6 +90,11 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
 
     again = cli("up", "--port", "0", "--json")
     assert StackState.model_validate_json(again.out) == state
+    assert cli("up", "--slots", "2", "--port", str(urlsplit(state.url).port)).code == 0
+    for other in (["--port", "1"], ["--slots", "3"], ["--gateway-port", "1"], ["--no-gateway"]):
+        refused = cli("up", *other)
+        assert refused.code == 2
+        assert f"and was started without {' '.join(other)}" in " ".join(refused.err.split())
 
     for name in ("scheduler", "broker"):
         os.kill(state.children[name], signal.SIGKILL)

@@ -1,6 +1,7 @@
 """A plan says what fits on which GPUs, chooses settings that do, and names what does not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinkermq.schemas.plan.cards import CardSet, find_card, known_cards, parse_c
 from tinkermq.schemas.plan.model_shape import find_max_positions, find_shape, shape_of
 from tinkermq.schemas.plan.plan import (
     Efficiencies,
+    ModelUse,
     Plan,
     make_plan,
     plan_for_pool,
@@ -204,6 +206,7 @@ def test_a_plan_tells_the_machine_s_memory_that_a_checkpoint_takes(models: Path)
     assert plan.to_map()["actors"][0]["host_terms"] == {
         "copy for a checkpoint": 12 * weights // 4,
         "weights for a checkpoint, on the first rank": 4 * weights,
+        "versions of new weights, on the first rank": 3 << 34,  # of 15.2 GB, pinned
     }
     assert "of the machine's memory, for each rank: 21.3 GiB copy for a checkpoint, " in "\n".join(
         plan.lines()
@@ -652,7 +655,28 @@ def test_times_are_those_of_an_audit_by_hand(models: Path) -> None:
     assert 20 < times.training_s < 24
     assert times.step_s == max(times.generation_s, times.training_s + times.weights_s)
     fast = job.model_copy(update={"weights": job.weights.model_copy(update={"transport": "nccl"})})
-    assert plan_of(fast, "8xH100").times.weights_s < 1
+    assert 1 < plan_of(fast, "8xH100").times.weights_s < 2  # to pinned memory, and to the others
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_plan_has_the_mfu_that_a_run_of_its_times_shows(models: Path, share: bool) -> None:
+    lengths = {"max_prompt_tokens": 512, "max_turn_tokens": 1500, "max_response_tokens": 1500}
+    learner = {**_learner(4), "share_prompts": share, "gradient_checkpointing": True}
+    job = job_of(models / "7B", rollout={**lengths, "group_size": 4}, learner=learner)
+    plan = plan_of(job, "8xH100")
+    use = ModelUse.of(job, plan.models, plan.cards.card)
+    assert use is not None
+    groups = [[(512, 1500)] * 4] * job.training.batch_size
+    assert plan.times.mfu == pytest.approx(use.mfu(groups, plan.times.training_s))
+    assert plan.times.mfu == pytest.approx(0.3)  # 3 of 4 passes at 40 %
+    assert f"MFU {plan.times.mfu:.0%}" in plan.lines()[-1]
+    weights, attention = plan.models.policy.active_weights, 28 * 28 * 128 * 2012
+    tokens = 512 * (1 if share else 4) + 4 * 1500
+    by_hand = 3 * (2 * weights + 2 * attention) * tokens / (4 * 989e12)
+    assert use.mfu([[(512, 1500)] * 4], 1.0) == pytest.approx(by_hand)
+    unknown = find_card("H100")
+    assert ModelUse.of(job, plan.models, replace(unknown, bfloat16_flops=0.0)) is None
+    assert ModelUse.of(job, None, unknown) is None
 
 
 def test_measured_efficiencies_replace_the_assumed_ones(models: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Who waited for whom, how an actor's time is divided, and traces."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,12 +192,16 @@ def test_the_first_advice_names_what_holds_the_run_up(
 
 
 def test_generators_are_not_advised_where_all_cores_are_busy() -> None:
-    found = shares(0.6, {"generate": 0.5})
-    assert "add generators" in advise(found, "RUN", cores_busy=0.5)[0].text
-    told = advise(found, "RUN", cores_busy=0.97)[0].text
-    assert "the cores of this machine are 97% busy: more generators here would not help" in told
-    advice = advise(shares(0.6, {"weights": 0.5}), "RUN", cores_busy=1.0)[0].text
-    assert "raise training.max_staleness" in advice
+    def advised(cores_busy: float, waited_for: str = "generate") -> str:
+        found = replace(shares(0.6, {waited_for: 0.5}), cores_busy=cores_busy)
+        return advise(found, "RUN")[0].text
+
+    assert "add generators" in advised(0.5)
+    told = "the cores of this machine are 97% busy: more generators here would not help"
+    assert told in advised(0.97)
+    assert "raise training.max_staleness" in advised(1.0, "weights")
+    half = [trace(1.0, cores_busy=0.9), trace(1.0, cores_busy=0.7), trace(9.0)]
+    assert profile_of(half).cores_busy == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,9 @@ def engine_arguments(
         "max_num_batched_tokens": config.max_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel,
         "enforce_eager": not config.compile,
+        # By its default vLLM schedules a step before it knows the last one's tokens. Labels of
+        # versions, grammars and records of experts follow the tokens of each step.
+        "async_scheduling": False,
         "enable_prefix_caching": config.prefix_caching,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,

@@ -9,7 +9,7 @@ half replaced; a failed round is finished and repeated.
 """
 
 # Not installed for development; typings/vllm has the used parts.
-# pyright: reportMissingModuleSource=false
+# pyright: reportMissingModuleSource=false, reportPrivateUsage=false
 
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -35,7 +35,9 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.utils import nccl
 
+from ...addresses import own_address
 from ...weights import broadcast_group
 from ...weights.tensors import PART_BYTES, Assembler, Fingerprint
 
@@ -154,15 +156,22 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         self.shutdown()
         if self._store is None:
             raise broadcast_group.ProcessGroupFailed("this worker is not connected to the learner")
-        self._group = broadcast_group.meet_group(
-            info.route,
-            self._store,
-            info.group,
-            info.rank + self.parallel_config.rank,
-            info.size,
-            self.device,
-            broadcast_group.own_address(info.address, info.port),
-        )
+        if info.route == "cuda" and nccl._unpinned_env == {}:  # vLLM: pinned for good
+            raise broadcast_group.ProcessGroupFailed(
+                "vLLM has set NCCL's protocol for batch-invariant results, and this NCCL is too "
+                "old to use another one with the learner",
+                hint="install NCCL 2.29.7 or newer, or set weights.transport=object",
+            )
+        with nccl.unpinned_nccl_env():
+            self._group = broadcast_group.meet_group(
+                info.route,
+                self._store,
+                info.group,
+                info.rank + self.parallel_config.rank,
+                info.size,
+                self.device,
+                own_address(info.address, info.port),
+            )
 
     def _load_version(self, info: TakeVersion) -> str:
         """Load a version while it arrives; return the error, if any."""

@@ -20,12 +20,13 @@ from ....schemas.config.sections import LoraConfig
 from ....schemas.weights import Manifest, Round, TensorEntry
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
+from ...addresses import own_address
 from ...policy.lora import read_lora
 from ...policy.model_folder import load_model_config, sees_images
 from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
 from ...storage.adapters import base_of, is_adapter
 from ...weights.broadcast import BroadcastReceiver
-from ...weights.broadcast_group import FORM_S, ProcessGroupFailed, no_route, own_address
+from ...weights.broadcast_group import FORM_S, ProcessGroupFailed, no_route
 from ...weights.shared_memory import place_of
 from ...weights.store import WeightStore
 from ...weights.tensors import TensorBytes, TensorSource, WeightNames, entry_of

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -42,10 +42,10 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ....schemas.wire.message import Empty, new_id
+from ...addresses import own_address, server_of
 from ...runtime import EXIT_CRASHED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, JobContext
-from ...training.parallel import Meeting
-from ...training.ranks import Order, Ranks
-from ...weights.broadcast_group import own_address, server_of
+from ...training.parallel import COLLECTIVE_DEADLINE_S, Meeting, num_collectives
+from ...training.ranks import Order, RankProgress, Ranks
 
 # -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
 # They receive each piece of work through a pipe. They end with rank 0; if one ends by itself, the
@@ -69,24 +69,27 @@ class _RankProcess:
     orders: Connection
     status_fd: int
     """Descriptor from which the reason for its end is read."""
+    progress_fd: int
+    """Descriptor from which its `RankProgress` is read."""
 
     @classmethod
     def start(cls, rank: int) -> "_RankProcess":
         """Start a process; call it on the main thread, as the process ends with the thread."""
         reading, writing = os.pipe()
         status_fd, telling = os.pipe()
+        progress_fd = os.memfd_create(f"rank-{rank}")
         module = "tinkermq.actors.learner.ranks.worker"
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(rank), str(telling)],
+                [sys.executable, "-P", "-m", module, *map(str, (rank, telling, progress_fd))],
                 stdin=reading,
-                pass_fds=[telling],
+                pass_fds=[telling, progress_fd],
                 preexec_fn=die_with(os.getpid()),
             )
         finally:
             os.close(reading)
             os.close(telling)
-        return cls(rank, process, Connection(writing, readable=False), status_fd)
+        return cls(rank, process, Connection(writing, readable=False), status_fd, progress_fd)
 
     @property
     def has_ended(self) -> bool:
@@ -119,6 +122,7 @@ class _RankProcess:
             self.process.kill()
             self.process.wait()
         os.close(self.status_fd)
+        os.close(self.progress_fd)
 
 
 class ChildRanks(Ranks):
@@ -215,11 +219,39 @@ COME_S = 300.0
 """Time for a rank to start after the learner; its node may be starting others."""
 ANSWER_S = 10.0
 """A rank without an answer for this long counts as ended."""
+HANG_S = 45.0
+"""A rank whose process has not run for this long has failed; one for which the others have waited
+for this long is named."""
 _LOOK_S = 1.0
 _SEEN_END_S = 3.0
 """Time after a failure here within which the end of another rank counts as its cause."""
 _END_S = 15.0
 """Time for this process to report a rank that has ended; a collective may block it."""
+
+
+class _Waits:
+    """Finds ranks for which others wait, by the numbers of collectives that they have begun."""
+
+    def __init__(self) -> None:
+        """No rank is known."""
+        self._counts: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._named: set[str] = set()
+
+    def late(self, counts: Mapping[str, int], now: float) -> list[str]:
+        """Return the ranks for which others have waited for `HANG_S`, each once until it goes on.
+
+        While all ranks have begun as many, each computes.
+        """
+        newest = max(counts.values())
+        for name, count in counts.items():
+            if count != self._counts.get(name) or count == newest:
+                self._counts[name], self._since[name] = count, now
+                self._named.discard(name)
+        late = [name for name in counts if now - self._since[name] > HANG_S]
+        new = [name for name in late if name not in self._named]
+        self._named.update(new)
+        return new
 
 
 class PlacedRanks(Ranks):
@@ -234,9 +266,10 @@ class PlacedRanks(Ranks):
         self._processes: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._num_orders = 0
-        self._begun = False
+        self._begun = self._busy = False
         self._failure: TinkermqError | None = None
         self._order_now: Order | None = None
+        self._waits = _Waits()
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
@@ -246,9 +279,12 @@ class PlacedRanks(Ranks):
         """
         self._order_now = order
         self._wait(self._send_order(order))
-        self._begun = True
-        with self.explaining(order):
-            yield
+        self._begun = self._busy = True
+        try:
+            with self.explaining(order):
+                yield
+        finally:
+            self._busy = False
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
@@ -270,6 +306,7 @@ class PlacedRanks(Ranks):
                 there = [status for status in answers if status is not None]
                 answered_at |= {rank_name(status.rank): clock() for status in there}
                 failed = next((status for status in there if status.error), None)
+                await self._name_late(there)
                 if any(status.draining for status in there) and not self._context.stopping.is_set():
                     self._context.log.info("learner_drains_with_its_ranks")
                     self._context.stopping.set()
@@ -283,6 +320,21 @@ class PlacedRanks(Ranks):
             else:
                 answered_at = dict.fromkeys(self._names, clock())
             await asyncio.sleep(_LOOK_S)
+
+    async def _name_late(self, there: Sequence[RankState]) -> None:
+        """Report the ranks for which others wait in a collective; it ends after its deadline."""
+        if not self._busy:
+            self._waits = _Waits()
+            return
+        counts = {rank_name(status.rank): status.collectives for status in there}
+        places = {rank_name(status.rank): f"{status.doing} on {status.host}" for status in there}
+        counts["learner"] = num_collectives()
+        for name in self._waits.late(counts, self._context.broker.clock()):
+            text = f"{name} ({places.get(name, self._order_now)}) hangs or is slow: the other ranks"
+            text += f" of the learner have waited for {HANG_S:g} s for it in a collective"
+            await self._context.event(
+                "rank_late", f"{text}, and wait for {COLLECTIVE_DEADLINE_S:g} s", actor=name
+            )
 
     def close(self) -> None:
         """Leave the other ranks, which then end this process's work."""
@@ -359,7 +411,11 @@ class PlacedRanks(Ranks):
             return None
         if status.learner != self._learner:
             return status.model_copy(update={"error": f"{name} was started anew"})
-        error = f"{name} on {status.host}: {status.error}" if status.error else ""
+        why = status.error
+        if not why and status.silent_s > HANG_S:
+            doing = f" in {status.doing}" if status.doing else ""
+            why = f"its process hangs{doing}: it has not run for {status.silent_s:.0f} s"
+        error = f"{name} on {status.host}: {why}" if why else ""
         return status.model_copy(update={"error": error})
 
     def _ended(self, status: RankState) -> TinkermqError:
@@ -479,6 +535,9 @@ class RankActor:
         if not self._error and process is not None and process.has_ended:
             self._out_of_memory, self._is_final = process.was_out_of_memory, process.was_final
             self._error = process.why_ended()
+        progress = (
+            RankProgress(0.0, 0, "") if process is None else RankProgress.read(process.progress_fd)
+        )
         return RankState(
             rank=self._rank,
             process=self._id,
@@ -489,6 +548,9 @@ class RankActor:
             out_of_memory=self._out_of_memory,
             is_final=self._is_final,
             draining=self._context.stopping.is_set(),
+            silent_s=time.monotonic() - progress.at if progress.at else 0.0,
+            collectives=progress.collectives,
+            doing=progress.doing,
         )
 
     async def _do_all(self, process: _RankProcess) -> None:

@@ -1,13 +1,16 @@
-"""A rank of a learner other than the first: `python -m …learner.ranks.worker RANK DESCRIPTOR`.
+"""A rank of a learner other than the first: `python -m …learner.ranks.worker RANK PIPE FILE`.
 
 It reads orders from its standard input, written by rank 0 or the rank's actor, and ends with that
-input. It writes the reason for its end into the descriptor.
+input. It writes the reason for its end into the pipe, and its progress into the file, both given by
+their descriptors.
 """
 
 import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -19,22 +22,38 @@ import torch
 
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
-from ...policy.devices import own_device
+from ...policy.devices import let_segments_grow, own_device
 from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, EXIT_OUT_OF_MEMORY, configure_logging
 from ...training.functions.calls import OwnFunctions
 from ...training.functions.wire import STEP_KINDS
 from ...training.numerics import settle_numerics
-from ...training.parallel import Meeting, Parallel, whole_tensors
+from ...training.parallel import Meeting, Parallel, num_collectives, whole_tensors
 from ...training.policies import Policies, load_models
-from ...training.ranks import Order, folder_here
+from ...training.ranks import BEAT_S, Order, RankProgress, folder_here
 
 _log = structlog.get_logger()
 
 
-def serve(rank: int, orders: Connection) -> None:
-    """Carry out orders until there are no more."""
+class _Beat:
+    """Reports that this process runs, from a thread of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Write into a file."""
+        self.doing = "begin"
+        self._descriptor = descriptor
+        threading.Thread(target=self._run, name="beat", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            RankProgress(time.monotonic(), num_collectives(), self.doing).write(self._descriptor)
+            time.sleep(BEAT_S)
+
+
+def serve(rank: int, orders: Connection, beat: _Beat | None = None) -> None:
+    """Carry out orders until there are no more; `beat` reports them."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
+    let_segments_grow()
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
@@ -56,7 +75,10 @@ def serve(rank: int, orders: Connection) -> None:
     saves = Saves(policies)
     try:
         while True:
-            _do(Order.receive(orders), policies, saves)
+            order = Order.receive(orders)
+            if beat is not None:
+                beat.doing = str(order)
+            _do(order, policies, saves)
     except EOFError:
         saves.wait()
         parallel.leave()
@@ -120,7 +142,7 @@ def main(argv: list[str]) -> int:
     rank = int(argv[0])
     configure_logging(role="learner", rank=rank)
     try:
-        serve(rank, Connection(sys.stdin.fileno(), writable=False))
+        serve(rank, Connection(sys.stdin.fileno(), writable=False), _Beat(int(argv[2])))
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())

@@ -19,6 +19,7 @@ from ....broker.jetstream.streams import (
     WEIGHTS_BYTES,
     StreamConfig,
     delete_job_streams,
+    has_batches,
     job_streams,
 )
 from ....broker.jobs import JobStore, is_final
@@ -230,9 +231,13 @@ class Remover:
             folder = await asyncio.to_thread(begin_archive, record.run_dir, record.job)
             await save_streams(self._broker, _kept_names(record.scope), folder)
             digest = await asyncio.to_thread(digest_of_archive, record.run_dir, record.job)
+            has_begun = int(await has_batches(self._broker, record.scope))
             # from here on the archive is valid, and the streams may be removed
             record = await self._jobs.update(
-                record, lambda now: now.model_copy(update={"archive_digest": digest})
+                record,
+                lambda now: now.model_copy(
+                    update={"archive_digest": digest, "version": max(now.version, has_begun)}
+                ),
             )
         await self._drop_weights(record)
         await delete_job_streams(self._broker, record.scope)

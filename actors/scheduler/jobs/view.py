@@ -17,7 +17,13 @@ from ....broker.presence import presences
 from ....broker.user_records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.job import ActorPlacement, JobRecord, RequestRecord, SealedSecrets
+from ....schemas.job import (
+    ActorPlacement,
+    JobRecord,
+    RequestRecord,
+    SealedSecrets,
+    held_slots,
+)
 from ....schemas.machines import MachineSpending
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
@@ -38,6 +44,9 @@ from .states import (
     slots_of,
     stored_bytes,
 )
+
+_MOST_HOLDERS = 3
+"""So many runs that hold slots are named to a job that waits."""
 
 # -- archived jobs ---------------------------------------------------------------------------------
 # Memory holds a few hundred bytes of each archived job; its record is read on request. Only the
@@ -579,6 +588,19 @@ class JobsView:
             if record.state in ACTIVE:
                 shares.add(record.user, slots_of(record.actors), len(record.actors))
         return shares
+
+    def holders(self, user: str) -> str:
+        """Return, for a job that waits, who holds slots: its user's runs by name; empty: nobody."""
+        held = {key: sum(held_slots(record).values()) for key, record in self.live.items()}
+        own = {self.live[key].name: n for key, n in held.items() if self.live[key].user == user}
+        named = [(name, count) for name, count in own.items() if count]
+        parts = [f"{name} holds {count}" for name, count in named[:_MOST_HOLDERS]]
+        if rest := sum(count for _, count in named[_MOST_HOLDERS:]):
+            parts.append(f"other runs hold {rest}")
+        if others := sum(held.values()) - sum(own.values()):
+            parts.append(f"other users hold {others}")
+        freed = f" (`tinkermq stop {named[0][0]}` frees them)" if named else ""
+        return f"; {', '.join(parts)}{freed}" if parts else ""
 
     def with_queue_place(self, record: JobRecord) -> JobRecord:
         """Return a record with its queue position, if it is queued."""

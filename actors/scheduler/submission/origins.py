@@ -577,6 +577,14 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
                 f"{key} of run {record.name} cannot be changed when it is resumed: {why}",
                 hint=f"start a new run from its checkpoint: `{_instead(record.name, key)}`",
             )
+    steps = after.training.num_steps
+    if steps is not None and steps != before.training.num_steps and steps < record.version:
+        raise errors.ConfigError(
+            f"training.num_steps={steps} is less than the {record.version} steps that run "
+            f"{record.name} has made",
+            hint="give more steps, or start a new run from one of its checkpoints: "
+            f"`tinkermq fork {record.name}@{steps} training.num_steps=N`",
+        )
     return after
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import structlog
 
 from ....broker.client.connection import Broker
-from ....broker.jetstream.streams import stream_info
+from ....broker.jetstream.streams import has_batches
 from ....broker.jobs import JobStore
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
@@ -22,7 +22,7 @@ from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config, with_changes
 from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.errors import ConfigError, MessageError, NotFoundError, StateError
+from ....schemas.wire.errors import ConfigError, MessageError, StateError
 from ....schemas.wire.message import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.stores import Stores
@@ -342,32 +342,27 @@ class Submission:
 
     async def _never_began(self, user: str, name: str) -> JobRecord | None:
         """Return the run of this name if it failed, or was cancelled, before its first step."""
-        record = self._view.find(user, name)
+        record = self._view.find(user, name) or await self._view.archive.find(user, name)
         if record is None or record.state not in _UNSUCCESSFUL or record.removal != "no":
             return None
         if record.started is None:
             return record
-        if not record.trains:
+        if not record.trains or (record.archived is not None and record.version):
             return None
-        try:
-            steps = await stream_info(self._broker, record.scope.stream_batch)
-        except NotFoundError:
-            return record
-        return None if steps["state"]["last_seq"] else record
+        return None if await has_batches(self._broker, record.scope) else record
 
     async def _rename_failed(self, user: str, job: JobRecord) -> None:
         """Give another name to the run that had the name of a new job and never began a step."""
-        failed = self._view.find(user, job.name)
+        failed = await self._never_began(user, job.name)
         if failed is None or failed.job == job.job:
             return
         stem = f"{failed.name[:_STEM_CHARS]}-{failed.state.lower()}"
         made = (f"{stem}-{number}" for number in itertools.count(1))
         name = next(name for name in made if not self._is_taken(user, failed.job, name))
         _log.info("run_renamed", job=failed.job, name=failed.name, to=name)
-        config = {**failed.config, "name": name}
-        await self._jobs.update(
-            failed, lambda now: now.model_copy(update={"name": name, "config": config})
-        )
+        renamed = await self._jobs.rename(failed, name)
+        if renamed.archived is not None:
+            self._view.archive.enter(renamed)
 
     async def _free_name(
         self, user: str, job: str, config: Mapping[str, Any], kind: str, source: str = ""

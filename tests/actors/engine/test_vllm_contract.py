@@ -1,7 +1,9 @@
 """What is called of the real vLLM has the names and arguments that it is called with."""
 
+import dataclasses
 import importlib
 import inspect
+import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -145,6 +147,51 @@ def test_a_plan_chooses_batches_as_large_as_vllm_does_by_itself(
         tokens[context],
         requests[context],
     )
+
+
+def test_each_step_is_scheduled_with_the_tokens_of_the_last_on_gpus_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tinkermq.actors.engine.vllm import model
+
+    monkeypatch.setattr(model, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    generator = JobConfig.model_validate(
+        {"model": {"path": "m"}, "env": {"game": "g"}, "generator": {"engine": "vllm"}}
+    ).generator
+    arguments = model.engine_arguments("m", generator, 64, False, [], sees=False)
+    fields = {field.name for field in dataclasses.fields(of_vllm("engine.arg_utils").EngineArgs)}
+    assert arguments.keys() <= fields | {"use_tqdm_on_load"}
+    assert arguments["async_scheduling"] is False
+
+
+def test_settings_that_vllm_pins_for_its_own_groups_do_not_meet_the_learner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A learner without them would wait for ever."""
+    from tinkermq.actors.engine.vllm import transfer
+    from tinkermq.actors.weights.broadcast_group import ProcessGroupFailed
+
+    nccl, met = of_vllm("utils.nccl"), list[str | None]()
+    monkeypatch.setenv("NCCL_NO_CACHE", "")
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setattr(nccl, "_unpinned_env", None)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)
+    monkeypatch.setattr(
+        transfer.broadcast_group,
+        "meet_group",
+        lambda *_: met.append(os.environ["NCCL_PROTO"]),
+    )
+    engine: Any = object.__new__(transfer.MemoryTransferEngine)
+    engine._group, engine._store, engine.device = None, "store", torch.device("cpu")
+    engine.parallel_config = SimpleNamespace(rank=0)
+    place = transfer.JoinGroup("127.0.0.1", 1, "one", 1, 2, "cuda")
+    nccl.pin_nccl_env({"NCCL_PROTO": "Simple"})
+    engine._meet(place)
+    assert met == ["LL"]
+    assert os.environ["NCCL_PROTO"] == "Simple"
+    monkeypatch.setattr(nccl, "_unpinned_env", {})  # an older NCCL
+    with pytest.raises(ProcessGroupFailed, match="too old"):
+        engine._meet(place)
 
 
 def test_the_transfer_engine_is_one_of_vllms_and_its_factory_makes_it() -> None:

@@ -36,6 +36,8 @@ class Canned:
         self.hang = False
         self.stop = ""
         self.cancelled = asyncio.Event()
+        self.parts: PartsService
+        """Its requests; set as it starts."""
 
     async def answer(
         self, request: ChatRequest | CompletionRequest, tell: Tell[InferPart]
@@ -91,7 +93,7 @@ async def canned_server(
     beating = asyncio.create_task(_beat(broker, f"{scope.key}.{actor}", presence))
     server = Canned(model)
     async with await Service.start(broker, name="canned", description="canned") as service:
-        parts = PartsService(broker, service)
+        parts = server.parts = PartsService(broker, service)
         for verb, asked in (("chat", ChatRequest), ("complete", CompletionRequest)):
             answer = answering or server.answer
             await parts.endpoint(verb, scope.infer(verb), asked, InferPart, answer)

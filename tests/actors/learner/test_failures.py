@@ -1,7 +1,14 @@
 """A job is given up when nothing but failed tasks or useless groups come, and only then."""
 
+import itertools
+
 import pytest
-from tinkermq.actors.learner.failures import LEAST_IN_A_ROW, Failures, Untrainable
+from tinkermq.actors.learner.failures import (
+    LEAST_ALIKE,
+    LEAST_IN_A_ROW,
+    Failures,
+    Untrainable,
+)
 from tinkermq.schemas.task import Blame, Dropped, DropReason
 from tinkermq.schemas.wire.errors import (
     ConfigError,
@@ -12,10 +19,14 @@ from tinkermq.schemas.wire.errors import (
     TinkermqError,
 )
 
+_numbers = itertools.count()
 
-def blame(boundary: str = "environment", code: str = "game") -> Blame:
+
+def blame(boundary: str = "environment", code: str = "game", message: str = "") -> Blame:
+    """A failure; one without a message is unlike all others."""
+    message = message or f"no rule {next(_numbers)}"
     return Blame.model_validate(
-        {"boundary": boundary, "code": code, "message": "no rule", "hint": "write one"}
+        {"boundary": boundary, "code": code, "message": message, "hint": "write one"}
     )
 
 
@@ -26,6 +37,28 @@ def test_many_failed_tasks_in_a_row_end_the_job_with_the_last_reason() -> None:
     with pytest.raises(GameError, match="32 tasks in a row failed, the last one: no rule") as told:
         failures.note_task(blame())
     assert told.value.hint == "write one"
+
+
+@pytest.mark.parametrize("boundary", ["environment", "reward", "task"])
+def test_the_first_tasks_that_all_fail_alike_end_the_job_early(boundary: str) -> None:
+    failures = Failures(batch_size=100, idle_s=60)
+    for _ in range(LEAST_ALIKE - 1):
+        failures.note_task(blame(boundary, message="no rule"))
+    with pytest.raises(TinkermqError, match="the first 8 tasks in a row failed with one error: no"):
+        failures.note_task(blame(boundary, message="no rule"))
+
+
+@pytest.mark.parametrize(
+    ("is_new", "first"),
+    [(False, None), (True, None), (True, blame()), (True, blame("engine", message="no rule"))],
+)
+def test_tasks_that_failed_otherwise_or_succeeded_before_do_not(
+    is_new: bool, first: Blame | None
+) -> None:
+    failures = Failures(batch_size=4, idle_s=60, is_new=is_new)
+    failures.note_task(first)
+    for _ in range(LEAST_IN_A_ROW - 2):
+        failures.note_task(blame(message="no rule"))
 
 
 def test_one_task_that_succeeds_between_keeps_the_job_alive() -> None:

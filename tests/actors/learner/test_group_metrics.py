@@ -2,8 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
-from tinkermq.actors.learner.group_metrics import group_numbers
+from tinkermq.actors.learner.group_metrics import group_numbers, prompt_and_others
 from tinkermq.actors.training.state import Waste
 from tinkermq.schemas.task import Blame
 
@@ -117,3 +118,12 @@ def test_a_task_that_was_given_up_wastes_what_its_tries_generated() -> None:
     waste.add(failed, trained=False)
     waste.add(_groups()[0], trained=True)
     assert waste.numbers()["rollout/wasted_share"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"), [([0, 0, 1, 0, 1], (2, 3)), ([1], (0, 1)), ([0, 0], (2, 0)), ([], (0, 0))]
+)
+def test_a_prompt_ends_at_the_first_generated_token(
+    mask: list[int], expected: tuple[int, int]
+) -> None:
+    assert prompt_and_others(np.array(mask, np.uint8)) == expected

@@ -15,8 +15,9 @@ from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
-from tinkermq.actors.training.parallel import Parallel, check_divisible
+from tinkermq.actors.training.parallel import Parallel, SequenceGroup, check_divisible
 from tinkermq.actors.training.policies import Policies, load_models
+from tinkermq.actors.training.rank_batches import RankPacker
 from tinkermq.actors.training.ranks import Ranks
 from tinkermq.actors.training.step import StepReport, Trainer
 from tinkermq.schemas.config.sections import LearnerConfig
@@ -142,6 +143,7 @@ def test_what_cannot_be_divided_is_refused_with_the_reason() -> None:
         ("lfm2", 2, "it has recurrent layers"),
         ("gemma3_text", 4, "num_key_value_heads=2"),
         ("gpt_oss", 3, "num_attention_heads=4"),
+        ("gpt2", 3, "num_attention_heads=4"),
     ):
         with pytest.raises(ConfigError, match=rf"context_parallel={size} cannot divide .*{reason}"):
             check_divisible(make_model(family), size)
@@ -228,6 +230,36 @@ def test_recurrent_layers_that_know_where_sequences_begin_read_flat_rows() -> No
         assert (scorer.flat_rows, scorer.one_per_row) == (is_flat, not is_flat), told
         torch.testing.assert_close(logprobs, own, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(gradient, expected[2], atol=1e-4, rtol=1e-4)
+
+
+def test_long_rows_of_a_model_that_counts_columns_hold_one_sequence(tmp_path: Path) -> None:
+    """Llama 4's layers without rotary positions scale queries by the column, from 8,192 on."""
+    made = make_model("llama4_text")
+    made.config.floor_scale, made.config.attn_scale = 32, 1e3
+    made.save_pretrained(tmp_path)
+    config = config_of(tmp_path, 1)
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=4)
+    rng = np.random.default_rng(0)
+    groups = assemble([random_group(rng, size=6, longest=12)])
+    own = torch.cat(
+        [
+            plain_logprobs(cast(Any, trainer.model), item.token_ids, 1)[
+                torch.as_tensor(item.mask[1:] == 1)
+            ]
+            for item in groups.sequences
+        ]
+    )
+    ours = torch.zeros_like(own)
+    with torch.no_grad():
+        for micro in trainer._packer.pack(
+            groups, torch.ones_like(groups.group_S, dtype=torch.bool)
+        ):
+            ours[micro.index_N] = trainer._scorer.score(micro).logprobs_N
+    torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
+    divided = config_of(tmp_path, 2, **DIVIDED)
+    parallel = Parallel(sequence=SequenceGroup(None, size=2, place=0))
+    with pytest.raises(ConfigError, match="takes columns for positions from 32 on"):
+        RankPacker(trainer.model, trainer._scorer, divided.learner, parallel, None)
 
 
 # -- what balances experts -------------------------------------------------------------------------

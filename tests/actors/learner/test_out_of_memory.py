@@ -1,6 +1,9 @@
 """A step that does not fit is trained once, in smaller micro-batches, or fails with the remedy."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +28,7 @@ from transformers import PreTrainedModel
 from tests.actors.learner.test_ranks import Trained, config_of
 from tests.actors.learner.test_ranks import batch as groups_of
 from tests.support import small_card
+from tests.support.hub import served_hub
 
 torch.set_num_threads(1)
 
@@ -231,6 +235,37 @@ def test_auto_keys_are_settled_for_a_card_and_stay_for_a_cpu(folder: Path) -> No
     assert with_chosen_settings(config, card, shared=True).learner.pass_tokens == 32768
     given = config_of(folder, 1)
     assert with_chosen_settings(given, card).learner.settings["microbatch_tokens"] == 96
+
+
+def test_a_pass_of_an_unknown_model_is_small_and_recomputed(folder: Path) -> None:
+    auto = {"microbatch_tokens": "auto", "gradient_checkpointing": "auto", "max_row_tokens": 96}
+    config = config_of(folder, 1, learner=auto, model={"path": "nobody/knows-it"})
+    learner = with_chosen_settings(config, find_card("H100")).learner
+    assert (learner.pass_tokens, learner.recomputes, learner.offloads) == (96, True, False)
+    plain = config_of(
+        folder, 1, learner=auto | {"gradient_checkpointing": False}, model={"path": "no/body"}
+    )
+    assert not with_chosen_settings(plain, find_card("H100")).learner.recomputes
+
+
+_SETTLE = """
+from tinkermq.actors.learner.memory import with_chosen_settings
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.plan.cards import find_card
+job = {"model": {"path": "lab/here"}, "env": {"game": "none"}, "lora": {"rank": 16}}
+config = JobConfig.model_validate(job)
+learner = with_chosen_settings(config, find_card("H100"), shared=True).learner
+print(learner.pass_tokens, learner.recomputes)
+"""
+
+
+@pytest.mark.full
+def test_a_model_of_the_hub_that_is_not_cached_is_settled_for_the_card(tmp_path: Path) -> None:
+    """Else an adapter on 8 B weights has passes of 125 GiB."""
+    with served_hub() as hub:
+        command, home = [sys.executable, "-c", _SETTLE], {"HF_HOME": str(tmp_path)}
+        text = subprocess.check_output(command, env={**os.environ, **home, **hub}, text=True)
+    assert text.splitlines()[-1] == "32768 True"
 
 
 @pytest.mark.full

@@ -7,9 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -54,6 +52,7 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
 from tests.support.hollow_model import hollow_model
+from tests.support.hub import served_hub
 from tests.support.nvml import Nvml
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
@@ -484,32 +483,11 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Knows one model, one that is gated, and no other."""
-
-    def do_HEAD(self) -> None:
-        name = "/".join(self.path.split("/")[1:3])
-        status, code = {
-            "lab/here": (200, ""),
-            "lab/gated": (403, "GatedRepo"),
-        }.get(name, (404, "RepoNotFound"))
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("ETag", '"abc"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args
-
-
 def ask(tmp_path: Path, *models: str, **environment: str) -> list[str]:
     """Ask for models in a process of its own, since the hub's settings are read once."""
     done = subprocess.run(
         [sys.executable, "-c", _ASK, *models],
-        env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **environment},
+        env={**os.environ, "HF_HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -519,16 +497,12 @@ def ask(tmp_path: Path, *models: str, **environment: str) -> list[str]:
 
 
 def test_hub_offline_mode_and_folders_are_told_apart(tmp_path: Path) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    here, nowhere, gated = ask(tmp_path, "lab/here", "nowhere/model", "lab/gated", **hub)
-    assert here == "there"
-    assert "the hub has no such model" in nowhere
-    assert "gated on the hub" in gated
-    assert "offline mode" in ask(tmp_path, "lab/here", **hub, HF_HUB_OFFLINE="1")[0]
-    server.shutdown()
-    server.server_close()
+    with served_hub() as hub:
+        here, nowhere, gated = ask(tmp_path, "lab/here", "nowhere/model", "lab/gated", **hub)
+        assert here == "there"
+        assert "the hub has no such model" in nowhere
+        assert "gated on the hub" in gated
+        assert "offline mode" in ask(tmp_path, "lab/here", **hub | {"HF_HUB_OFFLINE": "1"})[0]
     unreachable, gone = ask(tmp_path, "lab/here", str(tmp_path / "gone"), **hub)
     assert "the hub cannot be reached" in unreachable
     assert "there is no model folder" in gone

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.scheduler.jobs.view import RetentionLimits
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import stream_info
+from tinkermq.broker.jetstream.streams import create_job_streams, stream_info
 from tinkermq.clients.pool import Pool
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord, JobReply, JobRequest, ListRequest, StopRequest
 from tinkermq.schemas.user import QuotaReply
 from tinkermq.schemas.wire.errors import NotFoundError, StateError
@@ -16,7 +17,7 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS
 
 from tests.actors.scheduler.conftest import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.full
 
@@ -58,8 +59,6 @@ async def test_what_a_user_has_beyond_the_bound_is_archived_and_found_as_before(
     assert (await Pool(stack.broker).find("a")).job == jobs[0].job
     again = await stack.submit(name="a", request_id="request-of-a")
     assert again.job == jobs[0].job
-    with pytest.raises(StateError, match="a run named 'a' exists already"):
-        await stack.submit(name="a")
     with pytest.raises(StateError, match="run a is archived"):
         await stack.ask("resume", JobRequest(job="a"))
     with pytest.raises(NotFoundError):
@@ -84,6 +83,33 @@ async def test_an_archived_job_is_deleted_for_good_and_brought_back_for_a_while(
     assert back.archived is None
     await _until_away(stack, jobs[2])  # it is the one that ended longest ago now
     assert (await stack.ask("resume", JobRequest(job="b"))).state == "QUEUED"
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_an_archived_run_that_never_began_a_step_frees_its_name(
+    stack: Stack, is_begun: bool
+) -> None:
+    await stack.scheduler()
+    old = await _cancelled(stack, "a")
+    if is_begun:
+        await stack.jobs.update(old, lambda now: now.model_copy(update={"started": 1.0}))
+        await create_job_streams(stack.broker, old.scope, LimitsConfig())
+        await stack.jobs.update(old, lambda now: now.model_copy(update={"has_streams": True}))
+        await stack.broker.append(
+            old.scope.batch, b"of its first step", deadline_s=PATIENCE_S, waiting_for="the log"
+        )
+    await Pool(stack.broker).archive_run("a")
+    await _until_away(stack, old)
+    if is_begun:
+        with pytest.raises(StateError, match="a run named 'a' exists already"):
+            await stack.submit(name="a")
+        return
+    new = await stack.submit(name="a")
+    assert (await stack.ask("get", JobRequest(job="a"))).job == new.job
+    archived = await stack.ask("get", JobRequest(job="a-cancelled-1"))
+    assert (archived.job, archived.archived is None) == (old.job, False)
+    back = await Pool(stack.broker).archive_run("a-cancelled-1", undo=True)
+    assert (back.name, back.config["name"], back.state) == (*2 * ("a-cancelled-1",), "CANCELLED")
 
 
 async def test_pages_hold_archived_jobs_at_their_places(stack: Stack) -> None:

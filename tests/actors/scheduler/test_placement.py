@@ -474,6 +474,7 @@ def test_a_record_says_who_shares_and_a_job_that_is_queued_again_may_get_two_gpu
     assert again is not None
     placed = place([again], [gpus("two", 2)])
     assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (1,)}
+    assert [one.are_gpus for one in placed.assignments] == [True, True, False]  # a host has none
     fresh = started.model_copy(update={"actors": unplaced(started.actors)})
     assert not with_nodes(fresh, {one.actor: one for one in placed.assignments}).is_colocated
 

@@ -267,6 +267,7 @@ async def test_a_second_job_waits_for_slots_and_says_so(stack: Stack) -> None:
     second = await stack.submit()
     second = await stack.until(second, lambda now: "is next" in now.reason)
     assert second.state == "QUEUED"
+    assert f"; {first.name} holds 2 (`tinkermq stop {first.name}` frees them)" in second.reason
     stack.do(first, "learner", "done")
     await stack.until(second, "RUNNING")
 

@@ -1,6 +1,7 @@
 """What a client may submit, and what it is told when it may not."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from tinkermq.actors.learner.start import starting_point
 from tinkermq.actors.scheduler.jobs.states import slots_of
+from tinkermq.actors.scheduler.submission.origins import changed_config
 from tinkermq.actors.storage.cache import fetch_model, with_checkpoints_here
 from tinkermq.actors.storage.checkpoints import CheckpointMirror, free_copies, free_stored
 from tinkermq.actors.storage.files import write_digests
@@ -512,3 +514,14 @@ async def test_a_model_that_no_node_can_have_is_refused_before_the_job_is_queued
     with pytest.raises(ModelError, match="offline mode"):
         await stack.submit(model={"path": "nowhere/model"})
     assert [one.job for one in await stack.list_jobs(ListRequest())] == [waits.job]
+
+
+@pytest.mark.parametrize(("steps", "is_refused"), [(10, True), (40, False), (80, False)])
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(steps: int, is_refused: bool) -> None:
+    config = {"model": {"path": "m"}, "env": {"game": "bandit"}, "training": {"num_steps": 60}}
+    record = JobRecord(
+        job="j", name="r", user="u", state="COMPLETED", config=config, created=0.0, version=40
+    )
+    refused = pytest.raises(ConfigError, match="=10 is less than the 40 steps that run r has made")
+    with refused if is_refused else contextlib.nullcontext():
+        changed_config(record, {"training": {"num_steps": steps}})

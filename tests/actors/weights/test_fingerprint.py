@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.weights.tensors import fingerprint
+from tinkermq.actors.weights import tensors
+from tinkermq.actors.weights.tensors import DigestedCopy, fingerprint
 
 SQUARE = 1 << 20
 
@@ -27,3 +28,20 @@ def test_up_to_three_changed_words_the_order_and_the_length_are_seen(size: int) 
         known.add(fingerprint(torch.cat([payload[SQUARE:], payload[:SQUARE]])))
         tried += 1
     assert len(known) == tried
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0, 3], [SQUARE], [SQUARE - 2, 4, 0, 3 * SQUARE + 7], [5, 2 * SQUARE - 5]]
+)
+def test_tensors_are_digested_while_they_are_copied_to_the_same_bits(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", SQUARE)
+    draw = np.random.default_rng(1)
+    raw = [torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for size in sizes]
+    target = torch.empty(sum(sizes), dtype=torch.uint8)
+    copy = DigestedCopy(target, torch.device("cpu"))
+    for tensor in raw:
+        copy.add(tensor)
+    assert copy.finish() == fingerprint(target)
+    assert torch.equal(target, torch.cat([target[:0], *raw]))

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from nats.aio.msg import Msg
+from tinkermq.actors.weights import broadcast
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
-from tinkermq.actors.weights.broadcast_group import ProcessGroupFailed, reach_store
+from tinkermq.actors.weights.broadcast_group import ProcessGroup, ProcessGroupFailed, reach_store
 from tinkermq.actors.weights.store import WeightStore
-from tinkermq.actors.weights.tensors import TensorBytes
+from tinkermq.actors.weights.tensors import CopiedWeights, TensorBytes, fingerprint
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
@@ -27,13 +29,15 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.weights.receiving import MEET_S, DiesAt, die, follow, newest, processes
 from tests.support.models import bytes_of
-from tests.support.waiting import AFTER_PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 pytestmark = pytest.mark.full
 
 
 class Learner:
     """Publishes versions of which it remembers every bit; may die and be started again."""
+
+    late_s = 0.05
 
     def __init__(self, broker: Broker, scope: JobScope, folder: Path, seed: int = 0) -> None:
         self.draw = np.random.default_rng(seed)
@@ -44,7 +48,9 @@ class Learner:
     async def start(self) -> None:
         """Begin to serve, knowing of nothing but what lies in the folder."""
         broker, scope = self._broker, self.scope
-        self.sender = Sender(broker, scope, self.folder, window_s=0.05, meet_s=MEET_S)
+        self.sender = Sender(
+            broker, scope, self.folder, window_s=0.05, late_s=self.late_s, meet_s=MEET_S
+        )
         self.store = WeightStore(broker, scope, "nccl", holder=self.sender)
         self.service = await Service.start(broker, name="learner", description="a learner")
         await self.sender.open(self.service)
@@ -101,7 +107,8 @@ async def fetched_together(
 ) -> list[bytes]:
     """Fetch in one round, whose others the learner waits for however slow the machine is."""
     sender = learner.sender
-    window_s, sender._window_s = sender._window_s, AFTER_PATIENCE_S
+    before = sender._window_s, sender._late_s
+    sender._window_s = sender._late_s = AFTER_PATIENCE_S
     fetching = [asyncio.create_task(fetched(store, manifest)) for store in stores]
 
     def all_asked() -> bool:
@@ -109,7 +116,7 @@ async def fetched_together(
         return waiting == [len(stores)] or all(one.done() for one in fetching)
 
     await until(all_asked, f"{len(stores)} receivers to ask")
-    sender._window_s = window_s
+    sender._window_s, sender._late_s = before
     sender._requested.set()
     return await asyncio.gather(*fetching)
 
@@ -151,6 +158,43 @@ async def test_who_leaves_does_nothing_and_who_comes_late_has_a_round_of_its_own
     third = await learner.publish(2)
     found = await asyncio.gather(*(fetched(store, third) for store in [*stores, late]))
     assert found == [learner.published[2]] * 3
+
+
+async def test_a_late_receiver_divides_no_round(
+    learner, join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers come far behind the window, and the next version needs no other group."""
+    stores = [await join() for _ in range(4)]
+    sender = learner.sender
+    sender._num_receivers, sender._window_s, sender._late_s = 4, 0.0, AFTER_PATIENCE_S
+    sent: list[str] = []
+    plain = ProcessGroup.send
+    monkeypatch.setattr(
+        ProcessGroup, "send", lambda self, payload: (sent.append(self.name), plain(self, payload))
+    )
+    for version in range(3):
+        manifest = await learner.publish(version)
+        fetching: list[asyncio.Task[bytes]] = []
+        for number, store in enumerate(stores):
+            fetching.append(asyncio.create_task(fetched(store, manifest)))
+
+            def asked(number: int = number) -> bool:
+                waiting = sum(map(len, sender._waiting.values()))
+                return waiting == number + 1 or number == 3
+
+            await until(asked, f"{number + 1} receivers to ask")
+        assert await asyncio.gather(*fetching) == [learner.published[version]] * 4
+        assert len(sent) == version + 1
+    assert len(set(sent)) == 1
+    # One that is gone is waited for once.
+    stores.pop()._receiver.close()
+    sender._late_s = 0.1
+    for version in (3, 4):
+        manifest = await learner.publish(version)
+        async with asyncio.timeout(PATIENCE_S):
+            found = await asyncio.gather(*(fetched(store, manifest) for store in stores))
+        assert found == [learner.published[version]] * 3
+        sender._late_s = AFTER_PATIENCE_S
 
 
 @pytest.mark.parametrize("dies_at", ["placed", "met"])
@@ -237,6 +281,19 @@ async def test_memory_holds_two_versions_and_files_the_older_ones_that_are_kept(
         await learner.store.keep({0, 2}, newest=2)
         assert len(learner.sender._held) <= 3
     assert sorted(path.name[:3] for path in learner.folder.iterdir()) == ["v0-", "v2-"]
+
+
+async def test_a_version_digested_on_the_gpu_is_not_digested_again(
+    learner, join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = memoryview(learner.draw.bytes(4000))
+    version = CopiedWeights({"a": TensorBytes("float32", (1000,), words)})
+    version.fingerprint = fingerprint(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+    with monkeypatch.context() as patched:
+        patched.setattr(broadcast, "fingerprint", None)
+        manifest = await learner.store.publish(0, version)
+    assert manifest.digest == version.fingerprint
+    assert await fetched(await join(), manifest) == bytes(words)
 
 
 async def test_a_learner_that_stays_away_is_named(broker: Broker, learner, scope: JobScope) -> None:

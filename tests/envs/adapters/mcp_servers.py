@@ -13,6 +13,7 @@ def shop() -> MCPServer:
     """Hold a basket: a server with state, a resource and a prompt."""
     server = MCPServer("shop", instructions="Buy what is asked for.")
     baskets: dict[str, list[str]] = {}
+    waits = [0, 0]
 
     def basket_of(context: Context[Any, Any]) -> list[str]:
         session = (context.headers or {}).get("mcp-session-id", "the only one")
@@ -44,6 +45,21 @@ def shop() -> MCPServer:
     def price_of(item: str) -> int:
         """Return the price of something."""
         return len(item)
+
+    @server.tool()
+    async def wait() -> str:
+        """Wait for an hour."""
+        waits[0] += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            waits[1] += 1
+        return "an hour has passed"
+
+    @server.tool(name="waits")
+    def count_waits() -> str:
+        """Return how many waits have begun, and how many were cancelled."""
+        return str(waits)
 
     @server.resource("shop://rules")
     def rules() -> str:

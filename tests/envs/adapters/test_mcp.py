@@ -31,7 +31,7 @@ from tinkermq.schemas.wire.errors import ConfigError, GameError, TinkermqError
 
 from tests.envs.adapters.scripted_mcp import answers
 from tests.support.cancelling import cancel_everywhere
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.full
 
@@ -146,6 +146,40 @@ async def test_each_episode_has_a_session_of_its_own_unless_they_share_one(shop_
         games = [await opened(shop, allowed_hosts=["127.0.0.1"]) for _ in range(2)]
         texts = [(await said(game, call("add", item="pear")))[0] for game in games]
         assert texts == found
+
+
+@pytest.mark.parametrize(
+    ("is_http", "limit_s", "is_shared"),
+    # other programs end, and nobody could ask them
+    [
+        (True, 4.0, True),
+        (True, 4.0, False),
+        (True, 60.0, True),
+        (True, 60.0, False),
+        (False, 60.0, True),
+    ],
+)
+async def test_a_call_that_nobody_waits_for_any_more_is_cancelled_at_a_real_server(
+    is_http: bool, limit_s: float, is_shared: bool, shop_url: str
+):
+    def settings(limit_s: float) -> GameServer:
+        own = {"name": "shop", "url": shop_url} if is_http else real("shop")
+        keys = {"shared": is_shared, "call_timeout_s": limit_s}
+        return GameServer.model_validate({**own, **keys})
+
+    async def counted(wanted: list[int]) -> bool:
+        text, _ = await (await connect(settings(60.0))).call("waits", {})
+        return json.loads(text) == wanted
+
+    text, _ = await (await connect(settings(60.0))).call("waits", {})
+    begun, cancelled = json.loads(text)
+    waiting = asyncio.create_task((await connect(settings(limit_s))).call("wait", {}))
+    if limit_s == 60.0:
+        await eventually(lambda: counted([begun + 1, cancelled]), "the call to begin")
+        waiting.cancel()
+    with pytest.raises((GameHung, asyncio.CancelledError)):
+        await waiting
+    await eventually(lambda: counted([begun + 1, cancelled + 1]), "the server to cancel it")
 
 
 @pytest.mark.parametrize("options", [["json"], ["stateless"], ["json", "stateless"]])
