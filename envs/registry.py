@@ -138,7 +138,8 @@ def named_objects(game: str, kwargs: Mapping[str, Any]) -> list[str]:
     kind = game.partition(":")[0]
     if kind in FOREIGN:
         return _named(importlib.import_module(FOREIGN[kind]).BASE, kwargs)
-    is_ours = ":" not in game and _target(game).startswith("tinkermq.envs.")
+    targets = [entry.value for entry in registered_games().get(game, [])]
+    is_ours = len(targets) == 1 and targets[0].startswith("tinkermq.envs.")
     return _named(load_game(game), kwargs) if is_ours else []
 
 

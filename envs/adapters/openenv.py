@@ -580,7 +580,8 @@ _SERVE = """
 import os, signal, sys, threading
 
 def end_with_starter():
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not by sys.stdin: a read in a thread would hold its lock at the end
+        pass
     os.killpg(0, signal.SIGKILL)
 
 threading.Thread(target=end_with_starter, daemon=True).start()
