@@ -12,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-real venv programs test test-rest test-all test-gpu test-long test-vllm test-vllm-engine \
+.PHONY: help quickstart quickstart-real venv programs test test-rest test-install test-all test-gpu test-long test-vllm test-vllm-engine \
   test-vllm-stack extras test-openenv ray test-ray agents test-agents tinker test-tinker locks resolve-gpu sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
@@ -33,7 +33,10 @@ test: $(VENV)/dev.stamp programs  ## Run the core of the tests, within five minu
 test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in about half an hour
 	$(PYTEST) -m "full and not long"
 
-test-all: test test-rest  ## Run both: what a change must pass
+test-install: $(VENV)/dev.stamp  ## Install every extra alone, as users do, and try what it promises
+	$(BIN)/python -m pytest -m install tests/deploy/test_extras.py
+
+test-all: test test-rest test-install  ## Run all three: what a change must pass
 
 
 test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take minutes each: games that learn, clusters, back-ups
@@ -276,18 +279,22 @@ $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	  $(PIP) install -e '.[worker,gateway]'; }
 	@touch $@
 
+DEV := .[worker,gateway,tensorboard,wandb,mlflow,notify,openenv,otel,storage,kubernetes,gymnasium,textarena]
+
 # Chat templates that models have, as the tests of many templates read them; nothing imports it.
 TEMPLATES := $(VENV)/chat_templates
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 	@echo "installing tinkermq for development into $(VENV): some minutes, once"
-	@$(PIP) install -e '.[dev]'
+	@$(PIP) install 'pip>=25.1'
+	@$(PIP) install -e '$(DEV)' --group dev
 	@$(PIP) install --no-deps --upgrade --target $(TEMPLATES) trl==1.16.0
 	@touch $@
 
 $(VENV)/bench.stamp: pyproject.toml | $(VENV)/bin/python
 	@echo "installing what the benchmarks need into $(VENV): some minutes, once"
-	@$(PIP) install -e '.[bench]'
+	@$(PIP) install 'pip>=25.1'
+	@$(PIP) install -e '$(DEV)' --group bench
 	@touch $@
 
 $(VENV)/bin/python:

@@ -24,13 +24,15 @@ from typing import IO, Any, ClassVar, Literal, Protocol, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
-from ..registry import extra, import_object, refuse_unknown
+from ..registry import Extra, import_object, refuse_unknown
 from ..running.global_random import GlobalRandom
 
 # Emulators: number i of a machine has console port `console_port + 2·i` and gRPC port `grpc_port +
 # i`. An episode leases one with a file lock, which ends with its process.
 
-ANDROID_WORLD = extra("android_world", "android-world")
+ANDROID_WORLD = Extra(
+    "android_world", "pip install git+https://github.com/google-research/android_world.git"
+)
 _ANSWER_S = 2.0
 
 
