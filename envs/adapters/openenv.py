@@ -580,8 +580,7 @@ _SERVE = """
 import os, signal, sys, threading
 
 def end_with_starter():
-    while os.read(0, 1):  # not by sys.stdin: a read in a thread would hold its lock at the end
-        pass
+    os.read(0, 1)  # until the pipe is closed; sys.stdin's lock would be held at the end
     os.killpg(0, signal.SIGKILL)
 
 threading.Thread(target=end_with_starter, daemon=True).start()
