@@ -1,8 +1,8 @@
-"""Check a job's model with the code that the run uses: template, lengths, data, weights, saving.
+"""Check a job's model with the code that the run uses: kind, template, lengths, data, saving.
 
 Nothing is trained and no weights are read: the model is built on torch's meta device, which has
-shapes but no memory. `env check --model`, `train --dry-run` and nodes start this as a process of
-their own (see `schemas/checks.py`): it reads one packed map from standard input.
+shapes but no memory. `model check`, `env check --model`, `train --dry-run` and nodes start this as
+a process of their own (see `schemas/checks.py`): it reads one packed map from standard input.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from ..schemas.config.job import JobConfig, ModelConfig
 from ..schemas.config.sections import RolloutConfig
 from ..schemas.wire.codec import unpack
 from ..schemas.wire.errors import ConfigError, ModelError
+from .model_kind import kind_checks
 from .policy import model_folder
 from .policy.chat import ChatTokenizer, make_chat, open_chat
 from .storage.adapters import base_of, is_adapter
@@ -35,6 +36,8 @@ def model_checks(
     tokenizer and these episodes are checked.
     """
     chat: list[ChatTokenizer] = []
+    if whole:
+        yield from kind_checks(config)
 
     def open_tokenizer() -> str:
         chat.append(open_chat(config.model))
@@ -223,6 +226,9 @@ def main() -> None:
     """Print the results for the request on standard input."""
     request = unpack(sys.stdin.buffer.read())
     config = JobConfig.model_validate(request["config"])
+    if request.get("alone"):
+        write_results(run_checks(kind_checks(config, alone=True)))
+        return
     exchanges = [Exchange(**exchange) for exchange in request["exchanges"]]
     checks = model_checks(config, exchanges, gold=request["gold"], whole=request["whole"])
     write_results(run_checks(checks))

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
 
 from ..schemas.wire.errors import ConfigError, TinkermqError
 from ..schemas.wire.images import images_of
+from .policy.tiny_models import TinyKind, save_tiny_model, save_tiny_vision_model
 
 if TYPE_CHECKING:
     from .policy.chat import ChatTokenizer
@@ -97,39 +98,45 @@ def find_recipe(game: str) -> Recipe:
     return replace(OWN, sees=getattr(module, "VISION", False))
 
 
-def is_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> bool:
-    """Return whether `folder` holds the model of the current recipe and the current game."""
+def is_made(folder: Path, digest: str) -> bool:
+    """Return whether `folder` holds the model that `digest_of` says."""
     stamp = folder / _STAMP
-    return stamp.is_file() and stamp.read_text() == _digest(game, seed, steps)
+    return stamp.is_file() and stamp.read_text() == digest
 
 
-def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> None:
-    """Record in `folder` the recipe of its model."""
-    (folder / _STAMP).write_text(_digest(game, seed, steps))
+def mark_made(folder: Path, digest: str) -> None:
+    """Record in `folder` the digest of its model."""
+    (folder / _STAMP).write_text(digest)
 
 
-def _digest(game: str, seed: int, steps: int | None) -> str:
-    """Return a digest of all sources that determine the model."""
+def digest_of(
+    game: str, *, seed: int = 0, steps: int | None = None, kind: TinyKind = "qwen3"
+) -> str:
+    """Return a digest of all sources and choices that determine the model."""
     rooms = ["actors.warm_start", "actors.policy.tiny_models"]
     if find_recipe(game).sees:
         rooms.append("actors.policy.vision")
     names = [module_of(game), *(f"tinkermq.{room}" for room in rooms)]
     specs = [find_spec(name) for name in names]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
-    digest = hashlib.sha256(f"{game} {seed} {steps}".encode())
+    digest = hashlib.sha256(f"{game} {seed} {steps} {kind}".encode())
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float | None:
+def warm_start(
+    game: str, folder: Path, *, seed: int = 0, steps: int | None = None, kind: TinyKind = "qwen3"
+) -> float | None:
     """Write a warm-started tiny model to `folder` and return the last training loss.
+
+    A game with images has a vision-language model, whatever the kind.
 
     Does nothing and returns None if the same model is there already. Raises ConfigError for a game
     without a recipe.
     """
-    recipe = find_recipe(game)
-    if is_made(folder, game, seed=seed, steps=steps):
+    recipe, digest = find_recipe(game), digest_of(game, seed=seed, steps=steps, kind=kind)
+    if is_made(folder, digest):
         return None
     import torch
 
@@ -137,10 +144,10 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    _save(game, temporary, recipe, seed)
+    _save(game, temporary, recipe, seed, kind)
     loss = _train(game, temporary, recipe, steps or recipe.steps, seed)
-    mark_made(temporary, game, seed=seed, steps=steps)
-    if is_made(folder, game, seed=seed, steps=steps):  # another process was faster
+    mark_made(temporary, digest)
+    if is_made(folder, digest):  # another process was faster
         shutil.rmtree(temporary)
         return loss
     shutil.rmtree(folder, ignore_errors=True)
@@ -148,17 +155,14 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     return loss
 
 
-def _save(game: str, folder: Path, recipe: Recipe, seed: int) -> None:
+def _save(game: str, folder: Path, recipe: Recipe, seed: int, kind: TinyKind) -> None:
     """Write the random model with which the warm start begins."""
-    from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
-
-    width, layers = recipe.width, recipe.layers
+    size: dict[str, Any] = {"width": recipe.width, "layers": recipe.layers, "seed": seed}
     if recipe.sees:
-        save_tiny_vision_model(folder, width=width, layers=layers, seed=seed)
+        save_tiny_vision_model(folder, **size)
         return
     words: Sequence[str] = getattr(import_module(module_of(game)), "TOKENS", ())
-    std = recipe.init_std
-    save_tiny_model(folder, width=width, layers=layers, seed=seed, words=words, init_std=std)
+    save_tiny_model(folder, kind=kind, words=words, init_std=recipe.init_std, **size)
 
 
 def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> float:
@@ -236,13 +240,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder of the model to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the game's recipe")
+    kinds = get_args(TinyKind)
+    parser.add_argument("--kind", choices=kinds, default=kinds[0], help="kind of model")
     arguments = parser.parse_args(argv)
     console = Console(stderr=True, emoji=False)
     started = time.perf_counter()
     try:
-        loss = warm_start(
-            arguments.game, arguments.folder, seed=arguments.seed, steps=arguments.steps
-        )
+        loss = warm_start(**vars(arguments))
     except TinkermqError as error:
         console.print(str(error), style="red", markup=False)
         return 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
+from tinkermq.actors.policy.tiny_models import TinyKind, make_model, make_tokenizer
 from tinkermq.actors.warm_start import warm_start
 from tinkermq.envs.data import HostData
 from tinkermq.envs.dataset import Record, answer_text
@@ -26,10 +26,12 @@ NUM_ROWS = 2048
 Row = dict[str, Any]
 
 
-def warm_model(game: str, *, quick: bool = False) -> Path:
+def warm_model(game: str, *, quick: bool = False, kind: TinyKind = "qwen3") -> Path:
     """Return the folder of a game's warm-started model; `quick`: of one that was hardly trained."""
     folder = CACHE / f"{game}-quick" if quick else REPOSITORY / "outputs" / "models" / game
-    warm_start(game, folder, steps=20 if quick else None)
+    if kind != "qwen3":  # the examples' models
+        folder = folder.with_name(f"{folder.name}-{kind}")
+    warm_start(game, folder, steps=20 if quick else None, kind=kind)
     return folder
 
 
@@ -47,7 +49,6 @@ class Shape(TypedDict, total=False):
 
 def random_model(name: str, **shape: Unpack[Shape]) -> Path:
     """Return the folder of a random model of this shape (`make_model`)."""
-    folder = CACHE / name
     folder = CACHE / name
     if not (folder / "config.json").is_file():
         logging.disable_progress_bar()

@@ -241,6 +241,10 @@ class JobStore:
             await self._copy(entry.value)
         return entry.value
 
+    async def set_fields(self, record: JobRecord, **fields: Any) -> JobRecord:
+        """Replace fields of a record, other than its state, as `update` does."""
+        return await self.update(record, lambda now: now.model_copy(update=fields))
+
     async def _copy(self, record: JobRecord) -> bool:
         """Write the copy of a record, without events; return whether it was written.
 
@@ -342,9 +346,7 @@ class JobStore:
         try:
             self._wrote(Entry(key, marked, await self._jobs.create(key, marked)))
         except ConflictError:  # an earlier attempt of the same request
-            marked = await self.update(
-                record, lambda now: now.model_copy(update={"removal": removal})
-            )
+            marked = await self.set_fields(record, removal=removal)
         await self._archive.purge(key)
         await self._copy(marked)
         return marked

@@ -439,7 +439,7 @@ class LoraConfigDict(TypedDict, total=False):
     alpha: int
     """Adapters are scaled by alpha / rank."""
     targets: Literal['all-linear'] | list[str]
-    """Names of the adapted linear layers (`[q_proj, v_proj]`); all-linear: all but the output layer."""
+    """Names of the adapted linear layers (`[q_proj, v_proj]`); all-linear: all but the output layer, MLPs of a model with experts, and state spaces' `out_proj` ([families](models.md))."""
     exclude: list[str]
     """Names of layers without an adapter."""
     rank_pattern: dict[str, int]

@@ -54,18 +54,6 @@ def _as_list(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _advantage(value: Any) -> str:
-    return _ADVANTAGES.get(str(value), str(value))
-
-
-def _targets(value: Any) -> str | list[str]:
-    return value if value == "all-linear" else _as_list(value)
-
-
-def _top_k(value: Any) -> int:
-    return max(0, int(value))
-
-
 _FEWEST_GPUS = 2
 
 
@@ -85,16 +73,8 @@ def _run_name(value: Any) -> str:
     return "".join(letters).strip("-")[:64]
 
 
-def _backends(value: Any) -> list[str]:
-    return [_BACKENDS.get(name, name) for name in _as_list(value)]
-
-
 def _to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Translation:
     return Translation(target=target, convert=convert)
-
-
-def _no(refusal: str) -> Translation:
-    return Translation(refusal=refusal)
 
 
 def _needless(why: str) -> Translation:
@@ -110,13 +90,13 @@ _WORKERS = "generator.max_episodes and env.workers say how many play at once"
 TABLE: dict[str, Translation] = {
     "tokenizer_path": _to("model.path"),
     "model_path": _to("model.path"),
-    "adv_estimator": _to("algorithm.advantage", _advantage),
+    "adv_estimator": _to("algorithm.advantage", lambda name: _ADVANTAGES.get(str(name), str(name))),
     "rollout_n": _to("rollout.group_size"),
     "max_prompt_tokens": _to("rollout.max_prompt_tokens"),
     "max_new_tokens": _to("rollout.max_response_tokens"),
     "temperature": _to("rollout.temperature"),
     "top_p": _to("rollout.top_p"),
-    "top_k": _to("rollout.top_k", _top_k),
+    "top_k": _to("rollout.top_k", lambda k: max(0, int(k))),
     "batch_size": _to("training.batch_size"),
     "val_batch_size": _to("env.num_val"),
     "num_steps": _to("training.num_steps"),
@@ -134,13 +114,17 @@ TABLE: dict[str, Translation] = {
     "project_name": _to("project"),
     "experiment_name": _to("name", _run_name),
     "checkpoint_path": _to("output_dir"),
-    "logger_backends": _to("logger_backends", _backends),
+    "logger_backends": _to(
+        "logger_backends", lambda names: [_BACKENDS.get(name, name) for name in _as_list(names)]
+    ),
     "multi_turn.max_tokens_per_turn": _to("rollout.max_turn_tokens"),
     "multi_turn.weave_project": _needless(_TRACED),
     "multi_turn.experiment_name": _needless(_TRACED),
     "lora.lora_rank": _to("lora.rank"),
     "lora.lora_alpha": _to("lora.alpha"),
-    "lora.target_modules": _to("lora.targets", _targets),
+    "lora.target_modules": _to(
+        "lora.targets", lambda names: names if names == "all-linear" else _as_list(names)
+    ),
     "lora.exclude_modules": _to("lora.exclude", _as_list),
     "lora.lora_adapter_path": _to("model.path"),
     "lora.lr": _to("learner.lr"),
@@ -157,8 +141,8 @@ TABLE: dict[str, Translation] = {
     "scheduler_api_key": _needless(_CONNECTION),
     "api_key": _needless(_CONNECTION),
     "server_url": _needless(_CONNECTION),
-    "reward_function": _no(
-        "pass it to the GameEnvironment, or name it: env.reward.source=function and "
+    "reward_function": Translation(
+        refusal="pass it to the GameEnvironment, or name it: env.reward.source=function and "
         "env.reward.function=package.module:function"
     ),
     "wandb_key": _needless("submit_job hands it over sealed, and no record holds it"),
@@ -166,7 +150,9 @@ TABLE: dict[str, Translation] = {
     "weave_project": _needless(_TRACED),
     "bind_worker_to_endpoint": _needless(_HOSTED),
     "env_url": _needless(_HOSTED),
-    "tensor_parallel_size": _no("use generator.count, or generator.tensor_parallel with vllm"),
+    "tensor_parallel_size": Translation(
+        refusal="use generator.count, or generator.tensor_parallel with vllm"
+    ),
     "gpu_memory_utilization": _needless("the engine takes what it needs"),
 }
 

@@ -99,23 +99,20 @@ class EvaluationSettings(NamedTuple):
 
 
 async def evaluate(
-    pool: Pool, target: str, settings: EvaluationSettings, on_submitted: OnSubmitted
+    pool: Pool,
+    target: str,
+    settings: EvaluationSettings,
+    on_submitted: OnSubmitted | None = None,
 ) -> Evaluated:
     """Evaluate `RUN`, `RUN@STEP`, or a model folder; `on_submitted` gets the job that evaluates.
 
     Raises ConfigError, NotFoundError, JobFailedError, DeadlineError.
     """
     folder = _folder(target)
-    if folder is not None:
+    if folder is not None or is_path(target):
         record = await pool.find(_needed(settings.like))
-        return await _evaluate_model(
-            pool, target, settings.config(record, folder), None, on_submitted
-        )
-    if is_path(target):
-        record = await pool.find(_needed(settings.like))
-        return await _evaluate_model(
-            pool, target, settings.config(record, None), target, on_submitted
-        )
+        fork_of, config = None if folder else target, settings.config(record, folder)
+        return await _evaluate_model(pool, target, config, fork_of, on_submitted)
     run, step = split_checkpoint_name(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:
@@ -182,7 +179,7 @@ async def _evaluate_model(
     target: str,
     config: dict[str, Any],
     fork_of: str | None,
-    on_submitted: OnSubmitted,
+    on_submitted: OnSubmitted | None,
 ) -> Evaluated:
     """Submit a job of kind `eval` for a model folder or checkpoint and return its results.
 
@@ -194,7 +191,8 @@ async def _evaluate_model(
         fork_of=fork_of,
         request_id=new_request_id(),
     )
-    on_submitted(job)
+    if on_submitted is not None:
+        on_submitted(job)
     values: dict[str, float] = {}
     episodes: list[Scored] = []
     async with aclosing(follow_run(pool, job)) as updates:
@@ -217,7 +215,7 @@ async def evaluate_both(
     pool: Pool,
     pair: tuple[str, str],
     settings: EvaluationSettings,
-    on_submitted: OnSubmitted,
+    on_submitted: OnSubmitted | None = None,
 ) -> tuple[Evaluated, Evaluated]:
     """Evaluate two versions on the same tasks; ConfigError for a live run's newest one."""
     for target in pair:
@@ -322,10 +320,8 @@ class AsyncRun(PoolClient):
         `overrides` are changed keys (`evaluation.samples=8`), `tasks` rows or seeds. Raises
         JobFailedError, NotFoundError, DeadlineError.
         """
-        done = await evaluate(
-            await self._connected(), self._at(step), _settings(overrides, tasks), _ignore
-        )
-        return done.values
+        pool, settings = await self._connected(), _settings(overrides, tasks)
+        return (await evaluate(pool, self._at(step), settings)).values
 
     async def compare(
         self,
@@ -339,7 +335,7 @@ class AsyncRun(PoolClient):
         Differences are the checkpoint's minus `other`'s, with 95 % intervals.
         """
         pool, pair = await self._connected(), (other, self._at(step))
-        a, b = await evaluate_both(pool, pair, _settings(overrides, tasks), _ignore)
+        a, b = await evaluate_both(pool, pair, _settings(overrides, tasks))
         return compare(a.episodes, b.episodes)
 
     def _at(self, step: int | str | None) -> str:
@@ -426,7 +422,3 @@ def _points(numbers: Mapping[str, NDArray[np.float64]], name: str) -> list[tuple
 
 def _settings(overrides: str | Sequence[str], tasks: Sequence[int] | None) -> EvaluationSettings:
     return EvaluationSettings(tuple(listed(overrides)), None if tasks is None else list(tasks))
-
-
-def _ignore(_: JobRecord) -> None:
-    """Do nothing with the job that evaluates."""

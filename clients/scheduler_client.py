@@ -119,8 +119,7 @@ class AsyncSchedulerClient(base.PoolClient):
 
     async def job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and server_url of a job, by id or run name."""
-        pool = await self._connected()
-        return self._summary(await pool.find(job_id))
+        return self._summary((await self._found(job_id))[1])
 
     async def list_jobs(self, all: bool = True) -> list[dict[str, Any]]:
         """Return the jobs, newest first; without `all` only those that have not ended."""
@@ -132,8 +131,7 @@ class AsyncSchedulerClient(base.PoolClient):
 
         Harmless when it has ended. Raises DeadlineError if no scheduler does it.
         """
-        pool = await self._connected()
-        record = await pool.find(job_id)
+        pool, record = await self._found(job_id)
         await pool.stop(record.job, now=True)
         return self._summary(await pool.wait_until_ended(record, CANCEL_S))
 
@@ -142,8 +140,7 @@ class AsyncSchedulerClient(base.PoolClient):
 
         Returns at once with the current state; poll `job_status` for the end.
         """
-        pool = await self._connected()
-        record = await pool.find(job_id)
+        pool, record = await self._found(job_id)
         return self._summary(await pool.stop(record.job, complete=True))
 
     async def delete_job(self, job_id: str) -> dict[str, Any]:
@@ -167,16 +164,16 @@ class AsyncSchedulerClient(base.PoolClient):
 
         Raises StateError for a job that does not train, StorageError when the disk is full.
         """
-        pool = await self._connected()
-        return await write_checkpoint(pool.broker, await pool.find(job_id))
+        pool, record = await self._found(job_id)
+        return await write_checkpoint(pool.broker, record)
 
     async def pause_job(self, job_id: str) -> dict[str, Any]:
         """Pause a running job; its actors keep their slots until `resume_job`.
 
         Raises StateError for a job that does not run.
         """
-        pool = await self._connected()
-        return self._summary(await pool.pause((await pool.find(job_id)).job))
+        pool, record = await self._found(job_id)
+        return self._summary(await pool.pause(record.job))
 
     async def resume_job(self, job_id: str, changes: Any = None) -> dict[str, Any]:
         """Resume a job after a pause or from its last checkpoint; harmless while it runs.
@@ -201,8 +198,8 @@ class AsyncSchedulerClient(base.PoolClient):
 
         Raises StateError for a job that has ended, PlacementError, QuotaError.
         """
-        pool = await self._connected()
-        return self._summary(await pool.scale((await pool.find(job_id)).job, role, count))
+        pool, record = await self._found(job_id)
+        return self._summary(await pool.scale(record.job, role, count))
 
     async def label_job(
         self,
@@ -215,10 +212,9 @@ class AsyncSchedulerClient(base.PoolClient):
 
         Raises MessageError for an invalid tag or group.
         """
-        pool = await self._connected()
-        job = (await pool.find(job_id)).job
+        pool, record = await self._found(job_id)
         named = None if tags is None else base.listed(tags)
-        return self._summary(await pool.label(job, tags=named, group=group, notes=notes))
+        return self._summary(await pool.label(record.job, tags=named, group=group, notes=notes))
 
     async def metrics(self, job_id: str) -> list[dict[str, float]]:
         """Return the metrics of a run, one dict per step, in order.
@@ -227,12 +223,16 @@ class AsyncSchedulerClient(base.PoolClient):
         `pandas.DataFrame(…)`. Raises NotFoundError for a run without a feed (not started, or
         archived).
         """
-        pool = await self._connected()
-        metrics = await read_metrics(pool.broker, (await pool.find(job_id)).scope)
+        pool, record = await self._found(job_id)
+        metrics = await read_metrics(pool.broker, record.scope)
         rows: dict[int, dict[str, float]] = {}
         for metric in metrics:
             rows.setdefault(metric.step, {"step": metric.step}).update(metric.values)
         return [rows[step] for step in sorted(rows)]
+
+    async def _found(self, job_id: str) -> tuple[Pool, JobRecord]:
+        pool = await self._connected()
+        return pool, await pool.find(job_id)
 
     async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:
         """Wait until the job runs.

@@ -7,20 +7,11 @@ with that mark, as if the model had written it. Pure.
 
 import re
 
-MARKS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-    "◁think▷": "◁/think▷",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
-}
-"""Marks that open and close reasoning."""
+from ..schemas.call_formats import CHANNELS, MARKS, ChannelReasoning
+
 _OPENS = re.compile(f"(?:{'|'.join(map(re.escape, MARKS))})\\s*\\Z")
 _BEGINS = re.compile(f"\\s*({'|'.join(map(re.escape, MARKS))})")
+_CHANNELS = re.compile(r"\s*(?:to=[\w.]+\s*)?<\|(?:channel|start)\|>")
 
 
 def opened_by(prompt: str) -> str:
@@ -32,8 +23,13 @@ def opened_by(prompt: str) -> str:
 def behind_reasoning(text: str) -> str:
     """Return the text after the reasoning at its beginning; nothing if the reasoning is cut.
 
-    An answer that does not begin with reasoning is returned unchanged.
+    An answer that does not begin with reasoning is returned unchanged. Of messages on channels the
+    last final one is returned, or else all texts and calls.
     """
+    if _CHANNELS.match(text):
+        _, final, answer = text.rpartition(MARKS[CHANNELS])
+        pieces = ChannelReasoning().push(final + answer if final else text, last=True)
+        return "".join(piece for is_reasoning, piece in pieces if not is_reasoning)
     begins = _BEGINS.match(text)
     if begins is None:
         return text

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 from ..schemas.argument_types import referred
+from ..schemas.call_formats import FORMATS
 from ..schemas.chat_messages import read_object
-from ..schemas.tool_calls import FORMATS, OPEN, CallSplitter, FoundCall
+from ..schemas.tool_calls import HERMES, CallSplitter, FoundCall
 from ..schemas.wire.errors import GameError
 from ..schemas.wire.foreign import shown
 from .game import AbstractGame, StepResult
@@ -242,19 +243,19 @@ def _calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall |
 
     A text without a call in the form of Hermes and Qwen may have calls in another known form.
     """
-    calls: list[FoundCall | None] = []
-    for piece in CallSplitter().push(text, last=True):
-        if isinstance(piece, list):
-            calls += piece
-        elif piece == OPEN:
-            calls.append(None)
-    if any(calls):
-        return calls
-    for read in FORMATS:
-        pieces = [piece for piece in read(text, tools) if not isinstance(piece, str)]
-        if pieces and all(_NAME.fullmatch(name) for name, _ in pieces):
-            return [*pieces]
-    return calls
+    broken: list[FoundCall | None] = []
+    for form in (HERMES, *FORMATS):
+        calls: list[FoundCall | None] = []
+        for piece in CallSplitter(form, tools).push(text, last=True):
+            if isinstance(piece, list):
+                calls += piece
+            elif piece in form.opens:
+                calls.append(None)
+        names = [call.name for call in calls if call]
+        if names and (form is HERMES or all(map(_NAME.fullmatch, names))):
+            return calls
+        broken = broken or [None for call in calls if call is None]
+    return broken
 
 
 def _problem_of(

@@ -9,17 +9,18 @@ which results are sent, printed and compared. Each check runs where its subject 
 | `clients/validation.py` | client | files and folders that a configuration names |
 | `envs/check.py` | client, node | a game, its data and rewards, played without a model |
 | `envs/agents/agent_check.py` | client | an agent program, run once against a scripted model |
+| `actors/model_kind.py` | client, node | a model's family and layers, and what computes them |
 | `actors/model_checks.py` | client, node | tokenizer, template, lengths, weights, adapter, saving |
 | `actors/scheduler/submission/checks.py` | scheduler | slots, memory, and what its nodes find |
 | `actors/node/checks.py` | node | whether model, data and game are there; starts the two above |
 | `actors/learner/custom_check.py` | client | a function of the user's for the learner |
 | `actors/gpu_check.py`, `clients/cli/doctor.py` | client | a machine, its GPUs, the pool |
 
-`env check` runs the checks of the game and the model, `agent check` that of the program, and
-`train`, before it submits or with `--dry-run`, all of these and the scheduler's
-(`clients/cli/dry_run.py`). Each submission, also by Python and REST, runs the scheduler's checks. A
-submission is refused with the error of the first check that fails; a check that does not end in
-time is skipped, as slowness says nothing about the job.
+`env check` runs the checks of the game and the model, `model check` those of the model's kind,
+`agent check` that of the program, and `train`, before it submits or with `--dry-run`, all of these
+and the scheduler's (`clients/cli/dry_run.py`). Each submission, also by Python and REST, runs the
+scheduler's checks. A submission is refused with the error of the first check that fails; a check
+that does not end in time is skipped, as slowness says nothing about the job.
 
 Checks that need torch, a sandbox or a deadline run in a process of their own, `python -m MODULE`,
 which prints one line for each result (`write_results`, `read_result`). So neither the client nor

@@ -7,26 +7,62 @@ text, and may be called `parameters`. A tag may have a list of calls, and a call
 key or with text beside the JSON, and a tag that is not closed. A call never gets arguments that the
 model did not write. Pure.
 
-Answers in another format are converted to this one, if the model's template uses that format.
+Answers in another format are converted to this one, if the model's template uses that format
+(`call_formats`).
 """
 
 import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from .argument_types import argument_value
 from .chat_messages import read_object, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
 MAX_CLOSES = 8
 """Maximum number of closing tags that are tried, since texts in the JSON may contain some."""
 
+NAMING_ID = re.compile(r"(functions\.[\w.\-]+:\d+)(?:-\w+)?")
+"""An id that contains the name of its tool, as the model wrote it, and what makes it unique."""
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
+_END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*\Z")
+"""Text that may follow the last call: the mark that ends a turn."""
 
-FoundCall: TypeAlias = tuple[str, str]
-"""A call's name and arguments, which are the JSON text of an object."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class FoundCall(NamedTuple):
+    """A call of the model."""
+
+    name: str
+    arguments: str
+    """JSON text of an object."""
+    id: str = ""
+    """The id that the model wrote, if it contains the name (Kimi: `functions.NAME:0`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How the models of a maker write tool calls."""
+
+    name: str
+    read: Callable[[str, Tools], list[FoundCall]]
+    """Reads what stands between the marks, with the described tools; empty if it is malformed."""
+    opens: tuple[str, ...]
+    """Marks that begin a call, or a list of calls."""
+    close: str = ""
+    """The mark that ends it; empty: the end of the answer."""
+    around: tuple[str, str] = ("", "")
+    """Marks before the first and behind the last call of an answer; they may be missing."""
+    may_end: bool = False
+    """The end of the answer may stand for the closing mark."""
+    bare: str = ""
+    """First characters of an answer that consists of calls of described tools, without marks."""
+    is_json: bool = False
+    """Only a text in its JSON may contain the closing mark."""
 
 
 def parse_tool_calls(text: str, name: str = "") -> tuple[str, list[dict[str, Any]]]:
@@ -34,14 +70,24 @@ def parse_tool_calls(text: str, name: str = "") -> tuple[str, list[dict[str, Any
 
     Their ids begin with `name`, or are random. White space around a text with calls is removed.
     """
-    stream = ToolText(parse=True, name=name)
-    released = stream.push(text)
-    rest, calls = stream.finish()
-    return (released + rest).strip() if calls else text, calls
+    pieces = list(CallSplitter().push(text, last=True))
+    calls = [
+        {
+            "id": f"{name}{number:03}" if name else f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(
+            call for piece in pieces if isinstance(piece, list) for call in piece
+        )
+    ]
+    rest = "".join(piece for piece in pieces if isinstance(piece, str))
+    return (rest.strip() if calls else text), calls
 
 
-def read_calls(body: str) -> list[FoundCall]:
+def read_calls(body: str, tools: Tools = ()) -> list[FoundCall]:
     """Return the calls in a tag; empty if it is malformed."""
+    del tools
     value = read_value(body)
     listed = cast("list[Any]", value if isinstance(value, list) else [value])
     calls = [_call_of(fields) for fields in listed]
@@ -63,68 +109,130 @@ def _call_of(value: Any) -> FoundCall | None:
     written = [key for key in ("arguments", "parameters") if key in fields]
     if not isinstance(name, str) or not name.strip() or len(written) != 1:
         return None
-    arguments = fields[written[0]]
+    arguments, call_id = fields[written[0]], fields.get("id")
+    if not isinstance(call_id, str) or not NAMING_ID.fullmatch(call_id):
+        call_id = ""
     if isinstance(arguments, str):
-        return None if read_object(arguments) is None else (name, arguments)
+        return None if read_object(arguments) is None else FoundCall(name, arguments, call_id)
     if not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return FoundCall(name, json.dumps(arguments, ensure_ascii=False), call_id)
+
+
+HERMES = CallFormat("hermes", read_calls, (OPEN,), CLOSE, is_json=True)
+"""The format that replies are read in."""
 
 
 class CallSplitter:
     """Splits text that arrives in pieces into text and calls.
 
     Text is released as soon as it cannot be part of a call. The joined result is independent of the
-    pieces.
+    pieces. The opening mark of a call that cannot be read is a text of its own.
     """
 
-    def __init__(self) -> None:
-        """Begin an empty text."""
+    def __init__(self, form: "CallFormat | None" = None, tools: Tools = ()) -> None:
+        """Begin an empty text, with calls in `form` (default: Hermes') of described `tools`."""
+        self._form, self._tools = form or HERMES, tools
+        before, self._after = self._form.around
+        self._marks = (*self._form.opens, *filter(None, [before]))
         self._held = ""
         self._tried = 0
-        """Position in the held text from which the next closing tag is searched."""
+        """Position in the held text from which the next closing mark is searched."""
         self._num_tried = 0
         self._may_be_closed = True
-        """Whether a later closing tag may end the first tag."""
+        """Whether a later closing mark may end the first call."""
+        self._may_be_bare = bool(self._form.bare)
+        """Whether the whole text may be calls without a mark."""
+        self._follows_call = False
 
     def push(self, text: str, *, last: bool = False) -> Iterator[str | list[FoundCall]]:
-        """Add text; yield texts and the calls of tags. With `last` the text is complete."""
+        """Add text; yield texts and calls. With `last` the text is complete."""
         self._held += text
-        while self._held:
-            at = self._held.find(OPEN)
-            if at < 0:
-                held = 0 if last else overlap(self._held, OPEN)
-                yield self._release(len(self._held) - held)
+        while self._held and not self._must_wait(last=last):
+            if not self._held:
                 return
+            if self._may_be_bare and (calls := self._bare()):
+                yield calls
+                return
+            self._may_be_bare = False
+            places = [(at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0]
+            if not places:
+                held = 0 if last else max(overlap(self._held, mark) for mark in self._marks)
+                if length := len(self._held) - held:
+                    yield self._release(length)
+                return
+            at, mark = min(places)
             if at:
                 yield self._release(at)
-            if calls := self._closed():
+            begin = self._begin_of(mark)
+            if begin > 0 and (calls := self._closed(begin, last=last)):
+                self._follows_call = True
                 yield calls
-            elif self._may_be_closed and not last:
+            elif begin and self._may_be_closed and not last:
                 return
             else:
-                yield self._release(len(OPEN))  # not a call; one may begin later
+                yield self._release(len(mark))  # not a call; one may begin later
+
+    def _must_wait(self, *, last: bool) -> bool:
+        """Whether more text decides what the beginning of the held text is."""
+        rest = self._held.lstrip()
+        if self._follows_call and self._after:
+            if rest.startswith(self._after):
+                self._held = rest.removeprefix(self._after)
+            elif self._after.startswith(rest) and not last:
+                return True
+            self._follows_call = False
+        if not self._may_be_bare or last:
+            return False
+        marked = any(rest.startswith(mark) for mark in self._marks)
+        may_mark = any(mark.startswith(rest) for mark in self._marks)
+        return not marked and (may_mark or rest[0] in self._form.bare)
+
+    def _bare(self) -> list[FoundCall]:
+        """Return the calls of known tools that the text consists of, and remove it."""
+        if self._held.lstrip()[:1] not in [*self._form.bare]:
+            return []
+        calls = self._form.read(_END.sub("", self._held), self._tools)
+        if not all(call.name in dict(parameters_of(self._tools)) for call in calls):
+            return []
+        self._release(len(self._held) if calls else 0)
+        return calls
+
+    def _begin_of(self, mark: str) -> int:
+        """Return where the body of the first call begins; 0: not a call, -1: it is not known."""
+        if mark in self._form.opens:
+            return len(mark)
+        rest = self._held[len(mark) :].lstrip()
+        for opening in self._form.opens:
+            if rest.startswith(opening):
+                return len(self._held) - len(rest) + len(opening)
+        return -1 if any(opening.startswith(rest) for opening in self._form.opens) else 0
 
     def _release(self, length: int) -> str:
-        """Remove text from the beginning, and begin a new search for a closing tag."""
+        """Remove text from the beginning, and begin a new search for a closing mark."""
         text, self._held = self._held[:length], self._held[length:]
         self._tried = self._num_tried = 0
         self._may_be_closed = True
         return text
 
-    def _closed(self) -> list[FoundCall]:
-        """Return the calls of the tag at the beginning of the held text, and remove it."""
-        while self._may_be_closed:
-            end = self._held.find(CLOSE, max(self._tried, len(OPEN)))
+    def _closed(self, begin: int, *, last: bool) -> list[FoundCall]:
+        """Return the calls at the beginning of the held text, and remove it."""
+        close = self._form.close
+        while close and self._may_be_closed:
+            end = self._held.find(close, max(self._tried, begin))
             if end < 0:
-                self._tried = max(0, len(self._held) - len(CLOSE) + 1)
-                return []
+                self._tried = max(0, len(self._held) - len(close) + 1)
+                break
             self._tried, self._num_tried = end + 1, self._num_tried + 1
-            body = self._held[len(OPEN) : end]
-            if calls := read_calls(body):
-                self._release(end + len(CLOSE))
+            if calls := self._form.read(body := self._held[begin:end], self._tools):
+                self._release(end + len(close))
                 return calls
-            self._may_be_closed = self._num_tried < MAX_CLOSES and _ends_in_text(body)
+            may_go_on = not self._form.is_json or _ends_in_text(body)
+            self._may_be_closed = self._num_tried < MAX_CLOSES and may_go_on
+        if last and (self._form.may_end or not close):
+            calls = self._form.read(_END.sub("", self._held[begin:]), self._tools)
+            self._release(len(self._held) if calls else 0)
+            return calls
         return []
 
 
@@ -135,50 +243,6 @@ def _ends_in_text(body: str) -> bool:
     return _ESCAPED.sub("", body).count('"') % 2 == 1
 
 
-class ToolText:
-    """Text with tool calls that arrives in pieces; it holds back possible parts of calls.
-
-    The result is that of `parse_tool_calls`, except for white space: it is released before a call,
-    and removed after the last one.
-    """
-
-    def __init__(self, *, parse: bool, name: str = "") -> None:
-        """Without `parse` all text is released at once; the calls' ids begin with `name`."""
-        self._parse = parse
-        self._name = name
-        self._splitter = CallSplitter()
-        self._calls: list[FoundCall] = []
-        self._space = ""
-
-    def push(self, text: str) -> str:
-        """Add text; return the text that cannot be part of a call."""
-        return self._read(text, last=False) if self._parse else text
-
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text, and the calls in the form of OpenAI's API."""
-        rest = self._read("", last=True)
-        return rest, [
-            {
-                "id": f"{self._name}{number:03}" if self._name else f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": function, "arguments": arguments},
-            }
-            for number, (function, arguments) in enumerate(self._calls)
-        ]
-
-    def _read(self, text: str, *, last: bool) -> str:
-        released = ""
-        for piece in self._splitter.push(text, last=last):
-            if not isinstance(piece, str):
-                self._calls += piece
-                continue
-            whole = self._space + piece
-            shown = whole.rstrip() if self._calls else whole
-            self._space = whole[len(shown) :]
-            released += shown
-        return released
-
-
 def overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may begin a mark."""
     start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
@@ -187,204 +251,7 @@ def overlap(text: str, mark: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
-# Tool calls in the formats of other models' chat templates.
-#
-# Each reader gets a whole answer and the tools that the model was shown. It returns the texts and
-# calls in order, or nothing if there is no well-formed call; then the answer is text. The reader of
-# a model is the one that reads the calls of its chat template. In a format without a JSON object of
-# arguments (XML), arguments get the types of the tool's schema; a call without arguments has `{}`.
-# Pure.
-
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
-Pieces: TypeAlias = list[str | FoundCall]
-CallFormat: TypeAlias = Callable[[str, Tools], Pieces]
-
-_THINK, _THOUGHT = "<think>", "</think>"
-_END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*\Z")
-"""Text that may follow the last call: the mark that ends a turn."""
-_XML = re.compile(r"<tool_call>\s*<function=([^<>\s]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|$)", re.DOTALL
-)
-_GLM = re.compile(r"<tool_call>[ \t]*([^<>\s]+)\s*?(?=[\n<])(.*?)</tool_call>", re.DOTALL)
-_ARGUMENT = re.compile(
-    r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|$)", re.DOTALL
-)
-_DEEPSEEK = re.compile(
-    r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(.*?)<｜tool▁call▁end｜>"
-    r"(?:\s*<｜tool▁calls▁end｜>)?",
-    re.DOTALL,
-)
-_FENCED = re.compile(r"function<｜tool▁sep｜>([^\n<｜]+)\n```json\n(.*)\n```\s*", re.DOTALL)
-_BARE = re.compile(r"([^\n<｜]+)<｜tool▁sep｜>(.*)", re.DOTALL)
-_MISTRAL_MARK = "[TOOL_CALLS]"
-_MISTRAL_CALL = re.compile(r"\s*([\w.\-/:]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
-_PYTHON_TAG = "<|python_tag|>"
-
-
-def in_hermes_form(text: str, read: CallFormat, tools: Tools) -> str:
-    """Return an answer with its calls in the format of Hermes.
-
-    Its reasoning, up to `</think>`, is unchanged.
-    """
-    thought, closed, answer = text.rpartition(_THOUGHT)
-    if not closed and text.lstrip().startswith(_THINK):
-        return text
-    pieces = read(answer, tools)
-    joined = "".join(piece if isinstance(piece, str) else _hermes(piece) for piece in pieces)
-    return thought + closed + (joined or answer)
-
-
-def certain_length(text: str, read: CallFormat) -> int:
-    """Return how many characters of a growing answer later text cannot change.
-
-    They end where a call may begin.
-    """
-    thought, closed, answer = text.rpartition(_THOUGHT)
-    if not closed and _THINK.startswith(text.lstrip()[: len(_THINK)]):
-        return len(text) if text.strip() else 0
-    before = len(thought) + len(closed)
-    marks, bare = _BEGINS[read]
-    begun = answer.lstrip()
-    if not begun or begun[0] in bare:
-        return before
-    places = [answer.find(mark) for mark in marks]
-    ends = [len(answer) - overlap(answer, mark) for mark in marks]
-    at = min([place for place in places if place >= 0] + ends)
-    return before + len(answer[:at].rstrip())
-
-
-def llama(text: str, tools: Tools) -> Pieces:
-    """Read `{"name": …, "parameters": {…}}` of known tools, which is the whole answer."""
-    body = _END.sub("", text).strip().removeprefix(_PYTHON_TAG).strip()
-    return _shown(list(_json_calls(body)), tools)
-
-
-def mistral(text: str, tools: Tools) -> Pieces:
-    """Read `[TOOL_CALLS] [{"name": …, "arguments": {…}}]`, and `[TOOL_CALLS]name[ARGS]{…}`.
-
-    Without the mark, the list is the whole answer, with known tools.
-    """
-    before, marked, after = text.partition(_MISTRAL_MARK)
-    body = _END.sub("", after if marked else text).strip()
-    if body.startswith("["):
-        calls = read_calls(body)
-        return [before, *calls] if marked and calls else _shown(calls, tools)
-    return [before, *named] if marked and (named := _named_calls(body)) else []
-
-
-def qwen_xml(text: str, tools: Tools) -> Pieces:
-    """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`, in tags."""
-    return _tagged(text, tools, _XML, _PARAMETER)
-
-
-def glm(text: str, tools: Tools) -> Pieces:
-    """Read `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, in tags."""
-    return _tagged(text, tools, _GLM, _ARGUMENT)
-
-
-def deepseek(text: str, tools: Tools) -> Pieces:
-    """Read calls between DeepSeek's marks, with the arguments in a fence or behind a separator."""
-    pieces: Pieces = []
-    end = 0
-    for match in _DEEPSEEK.finditer(text):
-        inside = _FENCED.fullmatch(match[1]) or _BARE.fullmatch(match[1])
-        arguments = read_object(inside[2]) if inside else None
-        if inside is None or arguments is None or not inside[1].strip():
-            continue
-        pieces += [text[end : match.start()], (inside[1].strip(), inside[2])]
-        end = match.end()
-    return [*pieces, text[end:]] if pieces else []
-
-
-_BEGINS: dict[CallFormat, tuple[tuple[str, ...], str]] = {
-    qwen_xml: ((OPEN,), ""),
-    glm: ((OPEN,), ""),
-    mistral: ((_MISTRAL_MARK,), "["),
-    llama: ((_PYTHON_TAG,), "{"),
-    deepseek: (("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), ""),
-}
-"""Marks that begin a call, and first characters of an answer that consists of calls."""
-FORMATS: tuple[CallFormat, ...] = (qwen_xml, glm, mistral, llama, deepseek)
-UNTYPED: tuple[CallFormat, ...] = (qwen_xml, glm)
-"""Formats that write arguments as plain texts."""
-
-
-def _hermes(call: FoundCall) -> str:
-    name, arguments = call
-    return f'{OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{CLOSE}'
-
-
-def _shown(calls: list[FoundCall], tools: Tools) -> Pieces:
-    """Return calls of known tools; without a mark other JSON is an ordinary answer."""
-    names = {name for name, _ in _parameters(tools)}
-    return [*calls] if all(name in names for name, _ in calls) else []
-
-
-def _json_calls(body: str) -> Iterator[FoundCall]:
-    """Yield the calls of consecutive objects; none if there is other text."""
-    calls: list[FoundCall] = []
-    while body:
-        end = _object_end(body)
-        call = read_call(body[:end]) if end else None
-        if call is None:
-            return
-        calls.append(call)
-        body = body[end:].lstrip("; \n")
-    yield from calls
-
-
-def _named_calls(body: str) -> list[FoundCall]:
-    """Return consecutive calls of the form `name{…}`; none if there is other text."""
-    calls: list[FoundCall] = []
-    while body:
-        named = _MISTRAL_CALL.match(body)
-        rest = body[named.end() :] if named else ""
-        end = _object_end(rest)
-        if named is None or not end or read_object(rest[:end]) is None:
-            return []
-        calls.append((named[1], rest[:end]))
-        body = rest[end:].lstrip().removeprefix(_MISTRAL_MARK).lstrip()
-    return calls
-
-
-def _object_end(text: str) -> int:
-    """Return the end of the JSON object at the beginning of a text; 0: there is none."""
-    if not text.startswith("{"):
-        return 0
-    try:
-        return json.JSONDecoder().raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return 0
-
-
-def _tagged(text: str, tools: Tools, call: re.Pattern[str], argument: re.Pattern[str]) -> Pieces:
-    parameters = dict(_parameters(tools))
-    pieces: Pieces = []
-    end = 0
-    for match in call.finditer(text):
-        arguments = _arguments(match[2], argument, parameters.get(match[1]))
-        if arguments is None:
-            continue
-        payload = json.dumps(arguments, ensure_ascii=False)
-        pieces += [text[end : match.start()], (match[1], payload)]
-        end = match.end()
-    return [*pieces, text[end:]] if pieces else []
-
-
-def _arguments(body: str, pattern: re.Pattern[str], parameters: Any) -> dict[str, Any] | None:
-    """Return the arguments of a call in tags; None if there is other text among them."""
-    arguments: dict[str, Any] = {}
-    at = 0
-    while match := pattern.match(body, at):
-        if match[1] in arguments:
-            return None
-        arguments[match[1]] = argument_value(match[2], parameters, match[1])
-        at = match.end()
-    return arguments if not body[at:].strip() else None
-
-
-def _parameters(tools: Tools) -> Iterator[tuple[str, Any]]:
+def parameters_of(tools: Tools) -> Iterator[tuple[str, Any]]:
     """Yield the name of each tool, with the schema of its arguments."""
     for tool in tools:
         function = tool.get("function", tool)

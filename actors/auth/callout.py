@@ -5,7 +5,6 @@ from one of them does not delay the others. Each queue and its rate are bounded;
 few logins a second are refused with a reason, the rest run into the server's timeout.
 """
 
-import base64
 import json
 import math
 import time
@@ -32,7 +31,7 @@ from ...broker.permissions import (
 )
 from ...broker.user_records import Audit, UserStore
 from ...schemas.user import Invitation, UserRecord
-from ...schemas.wire.codec import read_json
+from ...schemas.wire.codec import from_base64url, read_json, to_base64url
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError
 from .connections import JobConnection, UserConnections
 
@@ -161,7 +160,8 @@ class LoginRequest(NamedTuple):
 def read_request(token: bytes) -> LoginRequest:
     """Read the server's request; raises MessageError."""
     try:
-        nats = cast("dict[str, Any]", read_json(_unpacked(token.split(b".")[1]))["nats"])
+        claims = from_base64url(token.split(b".")[1].decode())
+        nats = cast("dict[str, Any]", read_json(claims)["nats"])
         options, info = nats["connect_opts"], nats.get("client_info", {})
         return LoginRequest(
             server=nats["server_id"]["id"],
@@ -221,22 +221,14 @@ class ClaimIssuer:
             "iss": self._public,
             **claims,
         }
-        text = b".".join(_packed(json.dumps(part).encode()) for part in (_HEADER, stamped))
-        return (text + b"." + _packed(self._pair.sign(text))).decode()
+        text = ".".join(to_base64url(json.dumps(part).encode()) for part in (_HEADER, stamped))
+        return f"{text}.{to_base64url(self._pair.sign(text.encode()))}"
 
 
 def _text(value: object) -> str:
     """Return a field that a client states, of any type, as printable text."""
     text = value if isinstance(value, str) else ""
     return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def _packed(data: bytes) -> bytes:
-    return base64.urlsafe_b64encode(data).rstrip(b"=")
-
-
-def _unpacked(data: bytes) -> bytes:
-    return base64.urlsafe_b64decode(data + b"=" * (-len(data) % 4))
 
 
 # -- queues of logins ------------------------------------------------------------------------------
@@ -295,7 +287,8 @@ class Logins:
         if not why and not self._queue.submit(line, lambda: self._answer(message, request)):
             why = "too many log-ins at once: come again in some seconds"
         if why and self._refusals.take(line, time.monotonic()) is not None:
-            who = _named(line, request)
+            kind, _, name = line.partition(" ")
+            who = request.user if kind == "address" else name  # as the client claims, or of its key
             self._queue.submit(_TURNED_AWAY, lambda: self._refuse(message, request, who, why))
 
     async def settle(self, deadline_s: float) -> None:
@@ -357,7 +350,8 @@ class Logins:
 
     async def _refuse(self, message: Msg, request: LoginRequest, who: str, why: str) -> None:
         await message.respond(self._issuer.refuse(request, why))
-        await self._audit.refused(who, "login", why, _where(request))
+        where = f"{request.client or 'a client'} from {request.address or 'nowhere'}"
+        await self._audit.refused(who, "login", why, where)
 
     async def _answer(self, message: Msg, request: LoginRequest) -> None:
         try:
@@ -372,13 +366,3 @@ class Logins:
         else:
             self._connections.expect(admission.name)
             await message.respond(self._issuer.admit(request, *admission))
-
-
-def _named(line: str, request: LoginRequest) -> str:
-    """Return the name for a refusal: the user of the key, or the name that the client claims."""
-    kind, _, name = line.partition(" ")
-    return request.user if kind == "address" else name
-
-
-def _where(request: LoginRequest) -> str:
-    return f"{request.client or 'a client'} from {request.address or 'nowhere'}"

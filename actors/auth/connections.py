@@ -243,14 +243,11 @@ class UserConnections:
         system: Client,
         audit: Audit,
         quota: Callable[[str], Quota | None],
-        *,
-        look_s: float = LOOK_S,
     ) -> None:
         """Ask through the server's `system` account; `quota` returns users' quotas."""
         self._system = system
         self._audit = audit
         self._quota = quota
-        self._look_s = look_s
         self._open: dict[_Key, str] = {}
         self._count: dict[str, int] = defaultdict(int)
         self._expected: dict[str, list[float]] = {}
@@ -301,7 +298,7 @@ class UserConnections:
     async def run(self) -> None:
         """Check all connections every few seconds, for ever."""
         while True:
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(LOOK_S)
             await self._try_to_inspect()
 
     async def _try_to_inspect(self) -> None:
@@ -326,10 +323,8 @@ class UserConnections:
     async def _closed(self, message: Msg) -> None:
         key, _ = _parse_event(message)
         name = self._open.pop(key, None)
-        if name is not None:
-            self._uncount(name)
-
-    def _uncount(self, name: str) -> None:
+        if name is None:
+            return
         self._count[name] -= 1
         if self._count[name] <= 0:
             del self._count[name]

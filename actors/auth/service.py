@@ -8,9 +8,8 @@ so that a flood of them delays no login.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from nats.aio.client import Client
 
@@ -64,23 +63,14 @@ from .callout import Authenticator, ClaimIssuer, Logins, check_invitation
 from .connections import EVERY_S, GRACE_S, JobEnds, UserConnections, disconnect_user
 from .store_proxy import StorageBounds, StoreProxy, UserCache
 
-# -- keys for the processes of jobs ----------------------------------------------------------------
+# -- keys for the processes of jobs, and secrets by which hosts sign the keys of episodes ----------
 
 
-class JobKeys:
-    """Signs keys for actors of live jobs."""
+async def give_job_keys(service: Service, jobs: JobStore, secret: bytes) -> None:
+    """Sign keys for actors of live jobs; only nodes may publish there."""
 
-    def __init__(self, jobs: JobStore, secret: bytes) -> None:
-        """Sign with `secret`."""
-        self._jobs = jobs
-        self._secret = secret
-
-    async def open(self, service: Service) -> None:
-        """Answer nodes; no other clients may publish there."""
-        await service.endpoint("job-key", rpc("node", "keys", "job"), JobKeyRequest, self._sign)
-
-    async def _sign(self, request: JobKeyRequest) -> NewKey:
-        record = await self._jobs.find_by_id(request.user, request.job)
+    async def sign(request: JobKeyRequest) -> NewKey:
+        record = await jobs.find_by_id(request.user, request.job)
         actors = record.actors if record is not None else []
         actor = next((item for item in actors if item.name == request.actor), None)
         if record is None or is_final(record) or record.attempt != request.attempt or not actor:
@@ -91,39 +81,30 @@ class JobKeys:
         identity = JobIdentity(
             request.user, request.job, actor.role, request.actor, request.attempt
         )
-        return NewKey(secret=job_key(identity, self._secret))
+        return NewKey(secret=job_key(identity, secret))
+
+    await service.endpoint("job-key", rpc("node", "keys", "job"), JobKeyRequest, sign)
 
 
-# -- secrets by which environment hosts sign the keys of episodes ----------------------------------
-
-
-class EpisodeSecrets:
-    """Gives the hosts of a live job the secret by which they sign keys of episodes.
+async def give_episode_secrets(service: Service, jobs: JobStore, pool_secret: bytes) -> None:
+    """Give the hosts of a live job the secret by which they sign keys of episodes.
 
     The keys permit no more than the callers may do anyway: they are the job's user and its
-    environment hosts. A host requests the secret once, so that episodes can begin while the auth
-    service is away.
+    environment hosts, which the broker lets name only their own job. A host requests the secret
+    once, so that episodes can begin while the auth service is away.
     """
 
-    def __init__(self, jobs: JobStore, pool_secret: bytes) -> None:
-        """Derive secrets from `pool_secret`."""
-        self._jobs = jobs
-        self._pool_secret = pool_secret
-
-    async def open(self, service: Service) -> None:
-        """Answer hosts; the broker lets them name only their own job."""
-        subject = JobScope.all_episode_keys()
-        await service.endpoint("episode-keys", subject, Empty, self._episode_secret, fair=True)
-
-    async def _episode_secret(self, request: Empty, context: RequestContext) -> EpisodeSecret:
-        del request
+    async def derive(_: Empty, context: RequestContext) -> EpisodeSecret:
         user, job = context.subject.split(".")[3:5]
-        record = await self._jobs.find_by_id(user, job)
+        record = await jobs.find_by_id(user, job)
         if record is None or is_final(record):
             raise AuthError(
                 f"user {user} runs no job {job}", hint="keys of episodes are for jobs that run"
             )
-        return EpisodeSecret(secret=episode_secret(user, job, self._pool_secret))
+        return EpisodeSecret(secret=episode_secret(user, job, pool_secret))
+
+    subject = JobScope.all_episode_keys()
+    await service.endpoint("episode-keys", subject, Empty, derive, fair=True)
 
 
 CALLOUT = "$SYS.REQ.USER.AUTH"
@@ -185,8 +166,8 @@ async def _answer(
     try:
         await connections.start()
         await _UserRequests(users, audit, system, job_secret).open(asking)
-        await JobKeys(jobs, job_secret).open(context.service)
-        await EpisodeSecrets(jobs, job_secret).open(asking)
+        await give_job_keys(context.service, jobs, job_secret)
+        await give_episode_secrets(asking, jobs, job_secret)
         await store.open()
         await listen(callout, CALLOUT, logins.handle_login, queue="auth")
         context.set_state("working")
@@ -229,8 +210,6 @@ async def _side_connection(url: str, name: str, seed: str) -> Client:
 # -- requests of users -----------------------------------------------------------------------------
 # From admins and from users themselves. The subject names the sender.
 
-R = TypeVar("R")
-
 _PAGE_USERS = 500
 """Users in one answer."""
 _ROTATIONS, _ROTATIONS_S = 10, 1 / 60
@@ -266,109 +245,90 @@ class _UserRequests:
             ("quota", SetQuota, self._quota),
             ("invite", Invite, self._invite),
             ("audit", AuditRequest, self._read_audit),
-            ("me", Empty, self._me),
         ]
         for method, model, handler in endpoints:
-            await service.endpoint(method, rpc("*", "users", method), model, handler, fair=True)
+            audited = self._as_admin(f"users.{method}", handler)
+            await service.endpoint(method, rpc("*", "users", method), model, audited, fair=True)
+        await service.endpoint("me", rpc("*", "users", "me"), Empty, self._me, fair=True)
         subject = rpc("invited", "users", "register")
         await service.endpoint("register", subject, Register, self._register, fair=True)
 
     async def _add(self, request: AddUser, context: RequestContext) -> NewKey:
-        async def work() -> NewKey:
-            user = user_name(request.user)
-            key = api_key(user, self._secret, "add", context.user, request.request_id)
-            record = _record(user, key, request.days, request.max_slots)
-            record = record.model_copy(update={"role": request.role, "weight": request.weight})
-            record = await self._create(record)
-            return NewKey(secret=key, user=user, expires=record.expires)
+        user = user_name(request.user)
+        key = api_key(user, self._secret, "add", context.user, request.request_id)
+        record = _record(user, key, request.days, request.max_slots)
+        record = record.model_copy(update={"role": request.role, "weight": request.weight})
+        record = await self._create(record)
+        return NewKey(secret=key, user=user, expires=record.expires)
 
-        return await self._as_admin(context, "users.add", request.user, work)
-
-    async def _list(self, request: ListUsers, context: RequestContext) -> UserList:
-        async def work() -> UserList:
-            users = [item for item in await self._users.list() if item.user > request.after]
-            page = [_info(user) for user in users[:_PAGE_USERS]]
-            return UserList(users=page, more=len(users) > len(page))
-
-        return await self._as_admin(context, "users.list", "", work)
+    async def _list(self, request: ListUsers, _: RequestContext) -> UserList:
+        users = [item for item in await self._users.list() if item.user > request.after]
+        page = [_info(user) for user in users[:_PAGE_USERS]]
+        return UserList(users=page, more=len(users) > len(page))
 
     async def _rotate(self, request: RotateKey, context: RequestContext) -> NewKey:
-        async def work() -> NewKey:
-            known, now = await self._known(request.user), time.time()
-            key = api_key(known.user, self._secret, "rotate", context.user, request.request_id)
-            if known.revoked is None and is_same(known.key_hash, key_hash(key)):  # a repetition
-                return NewKey(secret=key, user=known.user, expires=known.expires)
+        known, now = await self._known(request.user), time.time()
+        key = api_key(known.user, self._secret, "rotate", context.user, request.request_id)
+        if known.revoked is None and is_same(known.key_hash, key_hash(key)):  # a repetition
+            return NewKey(secret=key, user=known.user, expires=known.expires)
 
-            def replace(record: UserRecord) -> UserRecord:
-                if record.revoked is not None:
-                    raise errors.StateError(
-                        f"user {record.user} was revoked, which is for good",
-                        hint="add a user of another name",
-                    )
-                update = {"key_hash": key_hash(key), "expires": expiry(now, request.days)}
-                return record.model_copy(update=update)
+        def replace(record: UserRecord) -> UserRecord:
+            if record.revoked is not None:
+                raise errors.StateError(
+                    f"user {record.user} was revoked, which is for good",
+                    hint="add a user of another name",
+                )
+            update = {"key_hash": key_hash(key), "expires": expiry(now, request.days)}
+            return record.model_copy(update=update)
 
-            record = await self._users.change(request.user, replace)
-            await self._shut_out(request.user, context)
-            return NewKey(secret=key, user=record.user, expires=record.expires)
-
-        return await self._as_admin(context, "users.rotate", request.user, work)
+        record = await self._users.change(request.user, replace)
+        await self._shut_out(request.user, context)
+        return NewKey(secret=key, user=record.user, expires=record.expires)
 
     async def _revoke(self, request: NameUser, context: RequestContext) -> UserReply:
-        async def work() -> UserReply:
-            if request.user == context.user:
-                raise errors.StateError(
-                    "an admin cannot revoke himself", hint="let another admin do it"
-                )
-            now = time.time()
-            record = await self._users.change(
-                request.user,
-                lambda user: user.model_copy(update={"revoked": user.revoked or now}),
+        if request.user == context.user:
+            raise errors.StateError(
+                "an admin cannot revoke himself", hint="let another admin do it"
             )
-            await self._shut_out(request.user, context)
-            return UserReply(user=_info(record))
+        now = time.time()
+        record = await self._users.change(
+            request.user,
+            lambda user: user.model_copy(update={"revoked": user.revoked or now}),
+        )
+        await self._shut_out(request.user, context)
+        return UserReply(user=_info(record))
 
-        return await self._as_admin(context, "users.revoke", request.user, work)
-
-    async def _quota(self, request: SetQuota, context: RequestContext) -> UserReply:
-        async def work() -> UserReply:
-            parameters = {name: getattr(request, name) for name in BOUNDS}
-            update: dict[str, object] = {
-                name: None if value < 0 else value
-                for name, value in parameters.items()
-                if value is not None
-            }
-            if request.weight is not None:
-                update["weight"] = request.weight
-            if request.max_priority is not None:
-                update["max_priority"] = request.max_priority
-            record = await self._users.change(
-                request.user, lambda user: user.model_copy(update=update)
-            )
-            return UserReply(user=_info(record))
-
-        return await self._as_admin(context, "users.quota", request.user, work)
+    async def _quota(self, request: SetQuota, _: RequestContext) -> UserReply:
+        parameters = {name: getattr(request, name) for name in BOUNDS}
+        update: dict[str, object] = {
+            name: None if value < 0 else value
+            for name, value in parameters.items()
+            if value is not None
+        }
+        if request.weight is not None:
+            update["weight"] = request.weight
+        if request.max_priority is not None:
+            update["max_priority"] = request.max_priority
+        record = await self._users.change(request.user, lambda user: user.model_copy(update=update))
+        return UserReply(user=_info(record))
 
     async def _invite(self, request: Invite, context: RequestContext) -> NewKey:
-        async def work() -> NewKey:
-            number, code = invitation_code(self._secret, context.user, request.request_id)
-            invitation = Invitation(
-                code_hash=key_hash(code),
-                uses_left=request.uses,
-                expires=time.time() + request.days * _DAY_S,
-                key_days=request.key_days,
-                max_slots=request.max_slots,
-            )
-            try:
-                await self._users.invite(number, invitation)
-            except errors.ConflictError:
-                known = await self._users.invitation(number)
-                if known is None or not is_same(known.code_hash, invitation.code_hash):
-                    raise
-                invitation = known
-            return NewKey(secret=code, expires=invitation.expires)
-
-        return await self._as_admin(context, "users.invite", "", work)
+        number, code = invitation_code(self._secret, context.user, request.request_id)
+        invitation = Invitation(
+            code_hash=key_hash(code),
+            uses_left=request.uses,
+            expires=time.time() + request.days * _DAY_S,
+            key_days=request.key_days,
+            max_slots=request.max_slots,
+        )
+        try:
+            await self._users.invite(number, invitation)
+        except errors.ConflictError:
+            known = await self._users.invitation(number)
+            if known is None or not is_same(known.code_hash, invitation.code_hash):
+                raise
+            invitation = known
+        return NewKey(secret=code, expires=invitation.expires)
 
     async def _register(self, request: Register) -> NewKey:
         """Make a user for one use of an invitation."""
@@ -391,11 +351,8 @@ class _UserRequests:
         await self._audit.write(f"invitation {number}", "users.register", target=name)
         return NewKey(secret=key, user=name, expires=record.expires)
 
-    async def _read_audit(self, request: AuditRequest, context: RequestContext) -> AuditList:
-        async def work() -> AuditList:
-            return AuditList(records=await self._audit.last(request.limit))
-
-        return await self._as_admin(context, "users.audit", "", work)
+    async def _read_audit(self, request: AuditRequest, _: RequestContext) -> AuditList:
+        return AuditList(records=await self._audit.last(request.limit))
 
     async def _me(self, _: Empty, context: RequestContext) -> UserReply:
         return UserReply(user=_info(await self._known(context.user)))
@@ -417,33 +374,34 @@ class _UserRequests:
             raise errors.NotFoundError(f"there is no user {user!r}", hint="`tinkermq user list`")
         return record
 
-    async def _as_admin(
-        self,
-        context: RequestContext,
-        what: str,
-        target: str,
-        work: Callable[[], Awaitable[R]],
-    ) -> R:
-        """Call a method for admins; users themselves may also call `rotate`."""
-        try:
-            caller = await self._known(context.user)
-            own_key = what == "users.rotate" and target == context.user
-            bounded = own_key and caller.role != "admin"
-            if bounded and self._rotations.take(context.user, time.monotonic()) is None:
-                raise errors.BusyError(
-                    f"user {context.user!r} has replaced the own key {_ROTATIONS} times just now",
-                    hint="another time in some minutes; an admin is not bounded so",
-                )
-            if caller.revoked is not None or (caller.role != "admin" and not own_key):
-                raise errors.AuthError(
-                    f"user {context.user!r} may not do this ({what})", hint="ask an admin"
-                )
-            result = await work()
-        except errors.TinkermqError as error:
-            await self._audit.refused(context.user, what, error.message, target=target)
-            raise
-        await self._audit.write(context.user, what, target=target)
-        return result
+    def _as_admin(self, what: str, handler: Handler) -> Handler:
+        """Return an audited handler for admins; users themselves may also call `rotate`."""
+
+        async def answer(request: Message, context: RequestContext) -> Message:
+            target = str(getattr(request, "user", ""))
+            try:
+                await self._check_admin(what, target, context.user)
+                reply = await handler(request, context)
+            except errors.TinkermqError as error:
+                await self._audit.refused(context.user, what, error.message, target=target)
+                raise
+            await self._audit.write(context.user, what, target=target)
+            return reply
+
+        return answer
+
+    async def _check_admin(self, what: str, target: str, user: str) -> None:
+        """Raise AuthError or BusyError unless a user may make a request now."""
+        caller = await self._known(user)
+        own_key = what == "users.rotate" and target == user
+        bounded = own_key and caller.role != "admin"
+        if bounded and self._rotations.take(user, time.monotonic()) is None:
+            raise errors.BusyError(
+                f"user {user!r} has replaced the own key {_ROTATIONS} times just now",
+                hint="another time in some minutes; an admin is not bounded so",
+            )
+        if caller.revoked is not None or (caller.role != "admin" and not own_key):
+            raise errors.AuthError(f"user {user!r} may not do this ({what})", hint="ask an admin")
 
     async def _shut_out(self, user: str, context: RequestContext) -> None:
         """Close the connections that use the old key; the caller's own after its answer."""

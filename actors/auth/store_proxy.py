@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import structlog
+from cachetools import TTLCache
 from nats.aio.msg import Msg
 
 from ...broker.client.connection import Broker
@@ -117,8 +118,12 @@ class StorageBounds:
         self._broker = broker
         self._known = known
         self._jobs = JobStore(broker)
-        self._keys: dict[str, tuple[float, set[str]]] = {}
-        self._records: dict[str, tuple[float, JobRecord]] = {}
+        self._keys: TTLCache[str, set[str], float] = TTLCache(
+            _MAX_KNOWN, _COUNTED_S, time.monotonic
+        )
+        self._records: TTLCache[tuple[str, str], JobRecord, float] = TTLCache(
+            _MAX_KNOWN, _KNOWN_S, time.monotonic
+        )
 
     async def check(self, guest: Guest, subject: str, num_bytes: int) -> None:
         """Raise MessageError, NotFoundError or QuotaError if a guest may not add the message."""
@@ -142,13 +147,10 @@ class StorageBounds:
             await self._count(user, subject, bound)
 
     async def _count(self, user: str, subject: str, bound: int) -> None:
-        counted, keys = self._keys.get(user, (float("-inf"), set[str]()))
-        if time.monotonic() - counted > _COUNTED_S:
-            reply = await stream_subjects(
-                self._broker, f"KV_{BUCKET_EVALS}", f"$KV.{BUCKET_EVALS}.{user}.>"
-            )
-            keys = set(reply)
-            self._keys[user] = (time.monotonic(), keys)
+        if (keys := self._keys.get(user)) is None:
+            mine = f"$KV.{BUCKET_EVALS}.{user}.>"
+            keys = set(await stream_subjects(self._broker, f"KV_{BUCKET_EVALS}", mine))
+            self._keys[user] = keys
         if subject not in keys and len(keys) >= bound:
             raise errors.QuotaError(
                 f"user {user!r} has {len(keys)} evaluations, the quota is {bound}",
@@ -158,16 +160,10 @@ class StorageBounds:
 
     async def _record(self, user: str, job: str) -> JobRecord:
         """Return the record of a job, up to some seconds old."""
-        key, now = f"{user}.{job}", time.monotonic()
-        if key in self._records and now - self._records[key][0] < _KNOWN_S:
-            return self._records[key][1]
-        record = await self._jobs.find_by_id(user, job)
+        record = self._records.get((user, job)) or await self._jobs.find_by_id(user, job)
         if record is None:
             raise errors.NotFoundError(f"user {user!r} has no job {job}", hint="submit it first")
-        if len(self._records) >= _MAX_KNOWN:
-            self._records.clear()
-        self._records[key] = (now, record)
-        return record
+        return self._records.setdefault((user, job), record)
 
 
 _QUEUE = "door"
@@ -199,7 +195,8 @@ class StoreProxy:
         self._broker = broker
         self._audit = audit
         self._bounds = bounds
-        self._known: dict[str, float] = {}
+        self._known: TTLCache[str, bool, float] = TTLCache(_MAX_KNOWN, _KNOWN_S, time.monotonic)
+        """Streams that exist."""
         self.share = FairQueue()
         """Requests of guests, who take turns."""
         self.share.bound = bound
@@ -285,8 +282,7 @@ class StoreProxy:
 
     async def _exists(self, stream: str, message: Msg) -> bool:
         """Return whether a stream exists; report a missing one to the guest."""
-        now = asyncio.get_running_loop().time()
-        if now - self._known.get(stream, float("-inf")) < _KNOWN_S:
+        if stream in self._known:
             return True
         try:
             await stream_info(self._broker, stream)
@@ -294,9 +290,7 @@ class StoreProxy:
             headers = {STATUS: NO_RESPONDERS, NO_STREAM: stream}
             await self._requests.publish(message.reply, b"", headers)
             return False
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[stream] = now
+        self._known[stream] = True
         return True
 
     async def _refuse(self, message: Msg, why: str) -> None:

@@ -17,7 +17,6 @@ from ...schemas.job import JobRecord
 from ...schemas.user import (
     AddUser,
     AuditList,
-    AuditRecord,
     AuditRequest,
     NameUser,
     NewKey,
@@ -71,18 +70,19 @@ async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Messa
     return await ask_users(visitor.broker, action, operations.body_of(request, fields), reply)
 
 
-def _check_keys(request: Request) -> None:
+async def _visitor(request: Request) -> Visitor:
+    """Return the visitor; raises StateError in a pool without users."""
     if not gateway_of(request).sessions.with_keys:
         raise StateError(
             "this pool has no users: its broker requires no keys",
             hint="set up users with `tinkermq init`",
         )
+    return await visitor_of(request)
 
 
 async def page(request: Request) -> Response:
     """Show the visitor's own record; to an admin all users and the last audit entries."""
-    _check_keys(request)
-    return await _page(request, await visitor_of(request), None)
+    return await _page(request, await _visitor(request), None)
 
 
 async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Response:
@@ -93,19 +93,16 @@ async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Resp
         shown["users"] = await all_users(visitor.broker)
         audit = AuditRequest(limit=_AUDIT_SHOWN)
         records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
-        shown["audit"] = [record for record in records if not _is_look(record)]
+        looks = ("users.list", "users.audit")  # they only record a look at this list
+        shown["audit"] = [
+            item for item in records if item.what not in looks or item.outcome != "done"
+        ]
     return render(request, "users.html", shown)
-
-
-def _is_look(record: AuditRecord) -> bool:
-    """Return whether an entry only records a look at this list."""
-    return record.what in ("users.list", "users.audit") and record.outcome == "done"
 
 
 async def form(request: Request) -> Response:
     """Perform the operation of a form; a new key is shown once, on the next page."""
-    _check_keys(request)
-    visitor, fields = await visitor_of(request), await form_of(request)
+    visitor, fields = await _visitor(request), await form_of(request)
     filled: dict[str, Any] = {name: value for name, value in fields.items() if value != ""}
     reply = await change(visitor, request.path_params["action"], filled)
     made = reply if isinstance(reply, NewKey) else None
@@ -116,23 +113,20 @@ async def form(request: Request) -> Response:
 
 async def list_users(request: Request) -> Response:
     """Answer with all users."""
-    _check_keys(request)
-    visitor = await visitor_of(request)
+    visitor = await _visitor(request)
     return Json(UserList(users=await all_users(visitor.broker)))
 
 
 async def change_user(request: Request) -> Response:
     """Perform the operation in the path; answers with the user, or the new key."""
-    _check_keys(request)
-    visitor, action = await visitor_of(request), request.url.path.rpartition("/")[2]
+    visitor, action = await _visitor(request), request.url.path.rpartition("/")[2]
     return Json(await change(visitor, action, await json_of(request)))
 
 
 async def read_audit(request: Request) -> Response:
     """Answer with the last audit entries."""
-    _check_keys(request)
-    limit = number_in(request, "limit", 200, least=1) or 200
-    request_body, visitor = AuditRequest(limit=min(limit, 2000)), await visitor_of(request)
+    visitor, limit = await _visitor(request), number_in(request, "limit", 200, least=1) or 200
+    request_body = AuditRequest(limit=min(limit, 2000))
     return Json(await ask_users(visitor.broker, "audit", request_body, AuditList))
 
 
@@ -196,27 +190,21 @@ async def get_config(request: Request) -> Response:
 async def get_metrics(request: Request) -> Response:
     """Answer with the down-sampled curves of a job: some by name, or all."""
     visitor, record = await rollouts.job_of(request)
-    points = await gateway_of(request).histories.points(
-        visitor.broker,
-        record.scope,
-        names_in(request),
-        first=number_in(request, "from", 0) or 0,
-        last=number_in(request, "to"),
-    )
-    return Json(points)
+    histories, curves = gateway_of(request).histories, _curves_in(request)
+    return Json(await histories.points(visitor.broker, record.scope, **curves))
 
 
 async def get_exact_metrics(request: Request) -> Response:
     """Answer with the metrics of each step, one line of JSON each; see `history.exact_lines`."""
     visitor, record = await rollouts.job_of(request)
-    lines = exact_lines(
-        visitor.broker,
-        record.scope,
-        names_in(request),
-        first=number_in(request, "from", 0) or 0,
-        last=number_in(request, "to"),
-    )
+    lines = exact_lines(visitor.broker, record.scope, **_curves_in(request))
     return StreamingResponse(lines, media_type="application/jsonl")
+
+
+def _curves_in(request: Request) -> dict[str, Any]:
+    """Return the metrics and the steps that a query names."""
+    first, last = number_in(request, "from", 0) or 0, number_in(request, "to")
+    return {"names": names_in(request), "first": first, "last": last}
 
 
 async def get_events(request: Request) -> Response:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from ...schemas.wire.errors import ModelError
 from .layers import decoder_of
@@ -68,6 +69,12 @@ class OneAdapter:
         return None if own is None else own.add(inputs, whole)
 
 
+def sizes_of(layer: nn.Module) -> tuple[int, int]:
+    """Return the inputs and outputs of a linear layer; GPT-2's hold a transposed weight."""
+    outputs, inputs = cast(Tensor, layer.weight).shape
+    return (outputs, inputs) if isinstance(layer, Conv1D) else (inputs, outputs)
+
+
 class AdaptedLayers:
     """The linear layers of a model's decoder and its output layer."""
 
@@ -81,10 +88,10 @@ class AdaptedLayers:
         self._flatten = flatten
         self._addition: Addition | None = None
         self._is_open = False
-        self._linear: dict[str, nn.Linear] = {}
+        self._linear: dict[str, nn.Module] = {}
 
     @property
-    def linear(self) -> dict[str, nn.Linear]:
+    def linear(self) -> dict[str, nn.Module]:
         """The layers by name; raises ModelError for a model with an adapter of its own."""
         if not self._linear:
             if has_adapter(self._model):
@@ -98,7 +105,7 @@ class AdaptedLayers:
             self._linear = {
                 name: module
                 for name, module in modules
-                if isinstance(module, nn.Linear) and id(module) in inside
+                if isinstance(module, nn.Linear | Conv1D) and id(module) in inside
             }
         return self._linear
 
@@ -118,7 +125,7 @@ class AdaptedLayers:
         finally:
             self._addition = before
 
-    def _set_hooks(self, name: str, layer: nn.Linear) -> None:
+    def _set_hooks(self, name: str, layer: nn.Module) -> None:
         leading = torch.Size()
 
         def flatten(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:

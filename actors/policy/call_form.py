@@ -6,11 +6,12 @@ is reported: a policy would learn, or continue, a history without its calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeAlias
 
 from ...schemas.chat_messages import with_text_arguments
+from ...schemas.tool_calls import NAMING_ID
 from ...schemas.wire.errors import ModelError
 
 Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
@@ -18,7 +19,7 @@ Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
 
 _ASKED: Mapping[str, Any] = {"role": "user", "content": "stand-in"}
 _KEY, _VALUE = "stand_in_key", "stand-in value"
-_ARGUMENTS: Mapping[str, Any] = {_KEY: _VALUE}
+_OTHER_VALUE = "other value"
 _NAME = "stand_in_tool"
 _TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -43,21 +44,31 @@ class CallForm:
     """Whether calls are shown only in a message whose content is null."""
     shows_calls: bool = True
     """Whether calls are shown in any form."""
+    shows_several: bool = True
+    """Whether all calls of a message are shown, not only the first (gpt-oss)."""
+    names_in_ids: bool = False
+    """Whether the id of a call is shown in place of its name, and so contains it (Kimi)."""
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages in this form; raises ModelError for calls that the template omits."""
-        return [
-            self._fit(message) if message.get("tool_calls") else message for message in messages
-        ]
+        ids: dict[str, str] = {}
+        return [self._fit(message, ids) for message in messages]
 
-    def _fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self.shows_calls:
+    def _fit(self, message: Mapping[str, Any], ids: dict[str, str]) -> Mapping[str, Any]:
+        """Return a message in this form; `ids` maps ids of calls to those that are shown."""
+        if not message.get("tool_calls"):
+            answered = message.get("tool_call_id")
+            return {**message, "tool_call_id": ids[answered]} if answered in ids else message
+        if not self.shows_calls or not (self.shows_several or len(message["tool_calls"]) == 1):
+            some = "tool calls" if not self.shows_calls else "tool calls behind a message's first"
             raise ModelError(
-                "the model's chat template omits tool calls: they would be missing in what "
+                f"the model's chat template omits {some}: they would be missing in what "
                 "the model sees and learns",
-                hint="use a template that shows tool calls, or leave messages with calls out",
+                hint="use a template that shows tool calls, or leave such messages out",
             )
         fitted = with_text_arguments(message) if self.arguments_as_text else dict(message)
+        if self.names_in_ids:
+            fitted["tool_calls"] = _with_naming_ids(fitted["tool_calls"], ids)
         if self.null_content:
             if message.get("content"):
                 raise ModelError(
@@ -79,17 +90,50 @@ def find_call_form(render: Render) -> CallForm:
     refused = True
     for has_tools, as_text, is_null in product((True, False), (False, True), (False, True)):
         form = CallForm(as_text, is_null)
-        turn = {"role": "assistant", "content": "", "tool_calls": [_call()]}
         tools = [dict(_TOOL)] if has_tools else []
         try:
-            shown = render([dict(message) for message in form.fit([_ASKED, turn])], tools)
+            shown = _shown(render, form, tools)
         except ModelError:
             continue
         refused = False
         if _VALUE in shown and not any(wrong in shown for wrong in _NOT_JSON):
-            return form
+            by_id = _unless_refused(render, form, [])
+            several = _unless_refused(render, form, tools, _VALUE, _OTHER_VALUE)
+            return replace(
+                form,
+                names_in_ids=bool(by_id) and _NAME not in by_id and _CALL["id"] in by_id,
+                shows_several=not several or _OTHER_VALUE in several,
+            )
     return CallForm(shows_calls=refused)
 
 
-def _call() -> dict[str, Any]:
-    return {**_CALL, "function": {"name": _NAME, "arguments": dict(_ARGUMENTS)}}
+def _shown(
+    render: Render, form: CallForm, tools: list[dict[str, Any]], values: Sequence[str] = (_VALUE,)
+) -> str:
+    """Return the rendering of calls with these arguments."""
+    calls = [{**_CALL, "function": {"name": _NAME, "arguments": {_KEY: v}}} for v in values]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    return render([dict(message) for message in form.fit([_ASKED, turn])], tools)
+
+
+def _unless_refused(
+    render: Render, form: CallForm, tools: list[dict[str, Any]], *values: str
+) -> str:
+    """Return the rendering of calls; empty if the template refuses them."""
+    try:
+        return _shown(render, form, tools, values or (_VALUE,))
+    except ModelError:
+        return ""
+
+
+def _with_naming_ids(
+    calls: Sequence[Mapping[str, Any]], ids: dict[str, str]
+) -> list[Mapping[str, Any]]:
+    """Return calls with ids that contain their names: the model's own, or numbered in a turn."""
+    named: list[Mapping[str, Any]] = []
+    for number, call in enumerate(calls):
+        own = NAMING_ID.fullmatch(call["id"])
+        shown = own[1] if own else f"functions.{call['function']['name']}:{number}"
+        ids[call["id"]] = shown
+        named.append({**call, "id": shown})
+    return named

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 import numpy as np
 
 from ...envs.reasoning import opened_by
+from ...schemas.call_formats import MARKS
 from ...schemas.chat_messages import template_messages, template_tool
 from ...schemas.config.job import JobConfig, ModelConfig
-from ...schemas.model_apis.canonical import THINK
+from ...schemas.tool_calls import THINK
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
@@ -54,6 +55,8 @@ _OTHERS: tuple[ChatMessage, ...] = (
     {"role": "tool", "content": "stand-in"},
     {"role": "system", "content": "stand-in"},
 )
+_CALLED: ChatMessage = {"role": "assistant", "content": ""}
+_CALL: ChatMessage = {"id": "c00000000", "name": "stand_in", "arguments": {"stand": "in"}}
 _REPLIES = ("a first reply", "<think>\nsome reasoning\n</think>\n\na second reply", "a third reply")
 _REASONED = (
     "some reasoning\n</think>\n\na first reply",
@@ -145,7 +148,7 @@ class ChatTokenizer:
         own_ends = [*([] if eos is None else [eos]), *extra_stop_token_ids]
         self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys(map(int, own_ends)))
         """Tokens that end a text without a template: the tokenizer's, and the model's."""
-        ids = [*ends, *self.end_token_ids, *marks]
+        ids = [*ends, *self.end_token_ids, *marks, *(self._call_end() if ends else [])]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
         """Tokens that end a turn of the policy; the first one ends a conversation."""
         if not self.stop_token_ids:
@@ -369,8 +372,8 @@ class ChatTokenizer:
 
         A `prefill` after the prompt may repeat the marker.
         """
-        is_repeated = prefill.lstrip().startswith(THINK)
-        return self.opened(prompt_ids).startswith(THINK) and not is_repeated
+        is_repeated = prefill.lstrip().startswith(self.reasoning_mark)
+        return bool(self.opened(prompt_ids)) and not is_repeated
 
     def answer(
         self, prompt_ids: Sequence[int] | IntVector, generated_ids: Sequence[int] | IntVector
@@ -379,34 +382,18 @@ class ChatTokenizer:
         return self.opened(prompt_ids) + self.decode(generated_ids)
 
     @property
+    def reasoning_mark(self) -> str:
+        """The mark that begins reasoning: one that the template or the tokenizer has."""
+        if "mark" not in self.findings:
+            shown = [mark for mark in MARKS if mark in self.template]
+            self.findings["mark"] = next(iter([*shown, *filter(self.special_token, MARKS)]), THINK)
+        return self.findings["mark"]
+
+    @property
     def template(self) -> str:
         """The source of the chat template; empty without one."""
         chat_template = cast("Any", self._tokenizer).chat_template
         return chat_template if isinstance(chat_template, str) else repr(chat_template or "")
-
-    @property
-    def parses_responses(self) -> bool:
-        """Whether the tokenizer defines how answers are parsed into text, reasoning and calls."""
-        return getattr(self._tokenizer, "response_template", None) is not None
-
-    def parse_response(
-        self,
-        prompt_ids: Sequence[int] | IntVector,
-        generated_ids: Sequence[int] | IntVector,
-        tools: Sequence[Mapping[str, Any]],
-    ) -> dict[str, Any] | None:
-        """Return an answer as a chat message, parsed by the tokenizer's `response_template`.
-
-        None without one, or if the answer does not follow it.
-        """
-        if not self.parses_responses:
-            return None
-        parse = cast("Callable[..., Any]", self._tokenizer.parse_response)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-        prompt, ids = [int(i) for i in prompt_ids], [int(i) for i in generated_ids]
-        try:
-            return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
-        except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
-            return None  # a model may write malformed answers, which are text
 
     def decode_all(self, token_ids: Sequence[int] | IntVector) -> str:
         """Return the text of tokens, special ones included."""
@@ -427,9 +414,7 @@ class ChatTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         text = self._token_texts.get(token_id)
-        if (
-            text is None
-        ):  # cached: log-probs need the texts of the likeliest tokens at each position
+        if text is None:  # cached: log-probs need texts of the likeliest tokens at each position
             text = cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
             self._token_texts[int(token_id)] = text
         return text
@@ -533,6 +518,11 @@ class ChatTokenizer:
             with_reply.append(observation)
             later = self.render(with_reply, prompt=True, tools=tools)
             self._must_extend(now, later, f"a message of the {role}")
+            if observation["content"] not in later[len(now) :]:
+                raise ModelError(
+                    f"the model's chat template omits a message of the {role} behind an answer",
+                    hint="use a template that shows it, or play the game as an agent program",
+                )
             if later[len(now) :] != (appended := self._behind([observation])):
                 raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
             with_reply.append({"role": "assistant", "content": _REPLY})
@@ -544,8 +534,7 @@ class ChatTokenizer:
     def _behind(self, observation: Sequence[ChatMessage]) -> str:
         """Return the rendering of messages between a turn and the next one."""
         whole = self.render([*_STAND_IN, *observation], prompt=True)
-        if not whole.startswith(self._before):
-            raise _rewrites("an observation", self._before, whole)
+        self._must_extend(self._before, whole, "an observation")
         return whole[len(self._before) :]
 
     def _is_other_behind_text(self) -> bool:
@@ -562,6 +551,20 @@ class ChatTokenizer:
                 ids = self.encode_behind(self._before, whole[len(self._before) :])
                 marks += [token for token in ids[:1] if token in self._marks]
         return marks
+
+    def _call_end(self) -> list[int]:
+        """Return the marker that ends a turn with calls, such as gpt-oss's `<|call|>`."""
+        single, double = (
+            self._rendered([_USER, {**_CALLED, "tool_calls": [_CALL] * num}], prompt=False) or ""
+            for num in (1, 2)
+        )
+        mark = next(reversed(self._texts.find(single)), "")
+        is_end = (
+            mark
+            and single.rstrip().endswith(mark)
+            and double.count(mark) in (0, single.count(mark))
+        )
+        return self.encode_behind("", mark) if is_end else []
 
     def _frame(self) -> list[str]:
         """Return the markers that the template writes around messages, not those in an answer."""

@@ -28,7 +28,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from numpy.typing import NDArray
 
 from ...broker.client.fair_queue import FairLock
-from ...schemas.model_apis.canonical import THOUGHT
+from ...schemas.call_formats import MARKS
 from ...schemas.output_format import OutputFormat, check_multiples, check_schema
 from ...schemas.tool_calls import CLOSE, OPEN, parse_tool_calls
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
@@ -362,9 +362,10 @@ class OutputGrammars:
         return "\n".join([start, f"body: {' | '.join(kinds)}", *rules, f"stop: <[{stops}]>", ""])
 
     def _thought(self) -> list[str]:
-        mark = self._chat.special_token(THOUGHT)
+        close = MARKS[self._chat.reasoning_mark]
+        mark = self._chat.special_token(close)
         if mark is None:
-            end = THOUGHT.replace("/", "\\/")
+            end = re.escape(close).replace("/", "\\/")
             return ["thought: reasoned SPACE", f"reasoned[lazy]: /(.|\\n)*{end}/", _space_rule()]
         return [f"thought: THOUGHT <[{mark}]> SPACE", "THOUGHT: /(.|\\n)*/", _space_rule()]
 

@@ -21,6 +21,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask as _sdpa_mask  # pyright: ignore[reportUnknownVariableType]  # untyped in transformers
 
+from ...schemas.wire.errors import ModelError
+
 
 def attend(
     query_BHND: Tensor,
@@ -115,16 +117,38 @@ def needs_masks(model: nn.Module) -> str | None:
         return "its attention has sinks"
     if reach_of_config(config).chunk is not None:
         return "its attention is chunked"
+    if has_index(config):
+        return "its attention chooses keys by an index, in a mask"
     return None
 
 
-def is_recurrent(config: Any) -> bool:
+def has_index(config: Any) -> bool:
+    """Return whether layers choose the keys that they see (DeepSeek V3.2)."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def is_recurrent(model: nn.Module) -> bool:
     """Return whether some layer has a state that each token changes, in place of keys and values.
 
-    Linear attention, state spaces and convolutions have one.
+    Linear attention, state spaces and convolutions have one, which some models hold themselves
+    (RecurrentGemma).
     """
-    layers = DynamicCache(config=config.get_text_config()).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return getattr(model, "_is_stateful", False) or any(
+        isinstance(layer, LinearAttentionCacheLayerMixin)
+        for layer in cache_layers(_text_config(model))
+    )
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """Return what transformers keeps for each layer; ModelError if a kind lacks its width."""
+    try:
+        return DynamicCache(config=config).layers
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"the layers of a model of type {config.model_type!r} cannot be made: {error}",
+            hint="see layer_types in its config.json, and the widths of these kinds "
+            "(sliding_window, attention_chunk_size)",
+        ) from error
 
 
 def columns_as_positions(config: Any) -> int | None:

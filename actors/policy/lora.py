@@ -14,7 +14,7 @@ import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import ValidationError
 
@@ -185,6 +185,12 @@ def layer_of(name: str) -> str:
         f"the adapter does not fit the model: {name} is not a tensor of a LoRA adapter",
         hint="merge it into its model (`merge_and_unload`), and take that",
     )
+
+
+def layer_names(model: "nn.Module") -> list[str]:
+    """Return the names of the layers with an adapter, each once, without those of modules above."""
+    parts = [layer_of(name).split(".") for name in policy_tensors(model)]
+    return sorted({each[-2] if each[-1].isdecimal() else each[-1] for each in parts})
 
 
 def layer_settings(folder: str | Path) -> str:
@@ -408,7 +414,7 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
     peft_config = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=config.targets,
+        target_modules=_targets(model, config),
         exclude_modules=config.exclude or None,
         lora_dropout=config.dropout,
         rank_pattern=dict(config.rank_pattern),
@@ -426,11 +432,58 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
     _refuse_fused(model, config)
 
 
+_EXPERT_LAYERS = frozenset(
+    {"gate", "router", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+)
+"""Layers that PEFT takes for experts and routers in a model with experts, wherever they are."""
+_STATE_SPACE_LAYERS = frozenset({"dt_proj", "out_proj"})
+"""Layers of state spaces whose weights kernels read, without an adapter."""
+
+
+def _targets(model: "nn.Module", config: LoraConfig) -> "Literal['all-linear'] | list[str]":
+    """Return the names of the adapted layers: of all linear ones without those of the two sets.
+
+    Nor are those adapted whose output only chooses keys (the index of DeepSeek V3.2), without a
+    gradient.
+    """
+    from torch import nn
+
+    modules = cast("list[tuple[str, nn.Module]]", list(cast(Any, model).named_modules()))
+    apart = frozenset(
+        name
+        for _, module in modules
+        if type(module).__name__.endswith(("Indexer", "Router"))
+        for name, _ in module.named_children()
+    )
+    if any(_has_experts(module) for _, module in modules):
+        apart |= _EXPERT_LAYERS
+    if any(_is_state_space(module) for _, module in modules):
+        apart |= _STATE_SPACE_LAYERS
+    if config.targets != "all-linear" or not apart:
+        return config.targets
+    head = cast(Any, model).get_output_embeddings()
+    linear = [name for name, each in modules if isinstance(each, nn.Linear) and each is not head]
+    return sorted({name.rpartition(".")[2] for name in linear} - apart)
+
+
+def _has_experts(module: "nn.Module") -> bool:
+    """Return whether a module has one tensor for several experts."""
+    from torch import nn
+
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Conv1d) and any(weight.ndim == 3 for weight in own)
+
+
+def _is_state_space(module: "nn.Module") -> bool:
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return own >= {"A_log", "D"}
+
+
 def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
-    """Raise ModelError for adapters of experts in one tensor, and of routers."""
+    """Raise ModelError for adapters of experts in one tensor, of routers, and of state spaces."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
-    modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, model).named_modules())
+    modules = cast("list[tuple[str, nn.Module]]", list(cast(Any, model).named_modules()))
     fused = [
         name
         for name, module in modules
@@ -443,6 +496,16 @@ def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
             "adapters of experts and routers are not trained here",
             hint="name layers of the attention: lora.targets=[q_proj, k_proj, v_proj, o_proj]",
         )
+    for name, module in modules:
+        children = cast("Iterable[tuple[str, nn.Module]]", module.named_children())
+        read = [each for each, child in children if isinstance(child, LoraLayer)]
+        read = sorted(_STATE_SPACE_LAYERS.intersection(read)) if _is_state_space(module) else []
+        if read:
+            raise ModelError(
+                f"lora.targets={config.targets} matches {name}.{read[0]}, whose weights the "
+                "kernels of state spaces read without an adapter",
+                hint=f"add it to lora.exclude, or leave it out: lora.exclude=[{', '.join(read)}]",
+            )
 
 
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig, model_paths
 from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
+from ...schemas.plan.model_refusals import refuse_without_decoder, text_config
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
@@ -274,6 +276,7 @@ def load_model_config(
     check_model_folder(path, hollow=hollow)
     if is_adapter(path):
         return load_model_config(base_of(path), trust_remote_code=trust_remote_code, hollow=hollow)
+    fields: dict[str, Any] = {}
     try:
         fields = cast("dict[str, Any]", cast("Any", PreTrainedConfig).get_config_dict(path)[0])
         refuse_code(fields, f"config.json of model {path}")
@@ -290,10 +293,45 @@ def load_model_config(
             from huggingface_hub import constants
 
             raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
-        raise ModelError(
-            f"the configuration of model {path} cannot be read: {error}",
-            hint="check that config.json is complete and transformers knows its model_type",
-        ) from error
+        raise _unknown_kind(path, fields, error) from error
+
+
+def library_version() -> str:
+    """Return the name and version of transformers."""
+    return f"transformers {version('transformers')}"
+
+
+def _unknown_kind(path: str, fields: Mapping[str, Any], error: Exception) -> ModelError:
+    """Return the error for a config.json that transformers does not read."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, text, library = fields.get("model_type"), text_config(fields), library_version()
+    if kind not in CONFIG_MAPPING and fields.get("auto_map"):
+        return ModelError(
+            f"model {path} is computed by code in its own folder, since {library} has no "
+            f"model_type {kind!r}",
+            hint="take a model that transformers has, or, if you trust its code, set "
+            "model.trust_remote_code=true",
+        )
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        return ModelError(
+            f"{library} has no model_type {kind!r}, which config.json of model {path} names",
+            hint="correct it, or take a model that transformers has",
+        )
+    listed: Any = text.get("layer_types")
+    names = cast("list[Any]", listed) if isinstance(listed, list) else []
+    unknown = sorted({str(name) for name in names} - set(ALLOWED_LAYER_TYPES))
+    if unknown:
+        return ModelError(
+            f"config.json of model {path} has layers of kind {', '.join(unknown)}, which {library} "
+            "does not know",
+            hint=f"known are {', '.join(ALLOWED_LAYER_TYPES)}",
+        )
+    return ModelError(
+        f"the configuration of model {path} cannot be read: {error}",
+        hint="check that config.json is complete and transformers knows its model_type",
+    )
 
 
 def sees_images(config: "PreTrainedConfig") -> bool:
@@ -334,20 +372,9 @@ def load_causal_lm(
         untie(base, path)
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
-    _require_language_model(config, path)
+    refuse_without_decoder(path, config.to_dict())  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     auto = auto_class(config)
     return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
-
-
-def _require_language_model(config: "PreTrainedConfig", path: str) -> None:
-    """Raise ModelError for a classifier: transformers would load it with a random output layer."""
-    kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
-    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise ModelError(
-            f"{path} is a classifier or reward model ({', '.join(kinds)}), which generates nothing",
-            hint="name a language model; a reward model is used through env.reward with "
-            "source=endpoint",
-        )
 
 
 def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
@@ -434,12 +461,17 @@ def load_policy(
     return model
 
 
+def has_tokenizer(path: str) -> bool:
+    """Return whether a folder has the files of a tokenizer."""
+    return any((Path(path) / name).is_file() for name in _TOKENIZERS)
+
+
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """Load a model's tokenizer; raises ModelError that names a missing file."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
+    if folder.is_dir() and not has_tokenizer(path):
         if is_adapter(folder):  # an adapter without a tokenizer has that of its base
             return load_tokenizer(base_of(folder), trust_remote_code=trust_remote_code)
         raise ModelError(

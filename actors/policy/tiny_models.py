@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
     from .vision import Processor
 
-TinyKind = Literal["qwen3", "llama", "qwen2", "qwen3_moe"]
+TinyKind = Literal["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_5_text", "gemma3_text"]
+"""Model types of transformers. In a `qwen3_5_text` layers of linear and of full attention take
+turns, in a `gemma3_text` layers with a window and with full attention."""
 
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 """Experts of each layer of a `qwen3_moe`, and experts per token."""
+WINDOW = 8
+"""Tokens that a layer with a window sees."""
 
 PAD, END, SYSTEM, USER, ASSISTANT, TOOL = (
     "<|pad|>",
@@ -91,15 +95,7 @@ def make_model(
     drawn with a standard deviation of `init_std`.
     """
     import torch
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
-    from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if width % heads:
         raise ConfigError(
@@ -122,22 +118,41 @@ def make_model(
     }
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
-        if kind == "llama":
-            return LlamaForCausalLM(LlamaConfig(**settings)).eval()
-        if kind == "qwen2":
-            return Qwen2ForCausalLM(Qwen2Config(**settings)).eval()
-        if kind == "qwen3_moe":
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **_experts(width))).eval()
-        return Qwen3ForCausalLM(Qwen3Config(**settings)).eval()
+        config = AutoConfig.for_model(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+            kind, **settings, **_of_kind(kind, width, layers, width // heads)
+        )
+        models: Any = AutoModelForCausalLM
+        return models.from_config(config).eval()
 
 
-def _experts(width: int) -> dict[str, Any]:
-    return {
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": width,
-        "norm_topk_prob": True,
-    }
+def _of_kind(kind: TinyKind, width: int, layers: int, head: int) -> dict[str, Any]:
+    """Return settings that only this kind has; `head` is the size of a head."""
+    if kind == "qwen3_moe":
+        return {
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": True,
+        }
+    if kind == "qwen3_5_text":
+        return {
+            "layer_types": _in_turn("linear_attention", layers),
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": width // 4,
+            "linear_value_head_dim": width // 4,
+        }
+    if kind == "gemma3_text":
+        return {
+            "layer_types": _in_turn("sliding_attention", layers),
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": head,
+        }
+    return {}
+
+
+def _in_turn(kind: str, layers: int) -> list[str]:
+    return [kind if layer % 2 == 0 else "full_attention" for layer in range(layers)]
 
 
 def save_tiny_model(

@@ -531,6 +531,7 @@ class CallAnswers:
                 by_token=request.stream,
                 tells_tokens=request.logprobs,
                 tells_policy=True,
+                thinking=bool(prompt.opened),
             )
             for number in range(len(all_prompts))
         ]

@@ -19,9 +19,9 @@ import structlog
 from ...broker.client.connection import Broker
 from ...broker.partial_rollouts import SegmentWriter, purge_segments
 from ...envs.host_client import Environments
-from ...schemas.model_apis.canonical import THINK
 from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
+from ...schemas.tool_calls import THINK
 from ...schemas.wire.array import FloatVector
 from ...schemas.wire.errors import DeadlineError
 from ...schemas.wire.subjects import JobScope

@@ -12,7 +12,7 @@ from ..engine.engine import Drawn, Generation, OnToken, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
 from ..policy.token_text import TextStream
 from .agent_loop import EpisodeSampling
-from .template_facts import Tools, certain_text, hermes_text, read_text, reads_whole
+from .template_facts import Tools, converter, is_parsed_whole, read_text
 
 GATHER_S = 0.02
 """Seconds whose tokens are sent together: fewer messages, still faster than people read."""
@@ -76,15 +76,17 @@ class GrowingChoice:
         decode: Callable[[Sequence[int]], str] | None = None,
         min_tokens: int = 0,
         unsaid: Sequence[int] = (),
+        thinking: bool | None = None,
     ) -> None:
         """Begin choice `number`, which the first of `stops` behind `min_tokens` tokens ends.
 
         A token of `unsaid` ends it, too, and has no text.
         Each token is decoded only with `by_token` or stop texts, since decoding the whole at once
-        is cheaper. With `tools`, and a model with its own format of calls, text that may be a call
-        is held back until the choice ends. With `tells_tokens` its deltas have each token's text
-        and log-prob, and the `num_top` likeliest, with `tells_policy` its log-prob and policy
-        version. `decode` replaces that of `chat`.
+        is cheaper. `thinking` says whether the prompt of a chat has opened the reasoning. A chat's
+        answer is converted to the form of replies, and text that may be a call of `tools` is held
+        back. With `tells_tokens` its deltas have each token's text and log-prob, and the `num_top`
+        likeliest, with `tells_policy` its log-prob and policy version. `decode` replaces that of
+        `chat`.
         """
         self.number = number
         self.drawn: list[Drawn] = []
@@ -99,8 +101,10 @@ class GrowingChoice:
         self._tells_policy = tells_policy
         self._num_top = num_top
         self._chat = chat
-        self._tools = tools if tools and reads_whole(chat) else ()
-        self._plain = ""
+        self._whole_tools = tools if is_parsed_whole(chat, tools) else ()
+        is_chat = thinking is not None
+        self._converter = converter(chat, tools, thinking=bool(thinking)) if is_chat else None
+        self._plain = self._held = ""
         self._by_token = by_token or bool(stops)
         self._unsaid = frozenset(unsaid)
         self._decode = decode or chat.decode
@@ -140,27 +144,26 @@ class GrowingChoice:
             return
         self.drawn.append(drawn)
         if self._by_token:
-            self._plain += self._stream.push(drawn.token_id)
-            if not self._tools:
-                self.text = self._plain
-            elif not self._chat.parses_responses:
-                self.text = certain_text(self._chat, self._plain, self._tools)
+            self._add_text(self._stream.push(drawn.token_id))
 
     def end(self, reason: str, prompt_ids: Callable[[], Sequence[int]]) -> None:
         """End it for the engine's `reason`; `prompt_ids` returns the tokens of its prompt."""
         ids = [drawn.token_id for drawn in self.drawn]
-        if self._by_token:
-            self._plain += self._stream.finish()
-        else:
-            self._plain = self._said(ids)
-        if self.stopped:
-            self.text = hermes_text(self._chat, self._plain, self._tools)
-        elif self._tools:
-            self.text = read_text(self._chat, prompt_ids(), ids, self._tools)
-        else:
-            self.text = self._plain
-        self.own_text = self.text if self.stopped or self._tools else None
+        self._add_text(self._stream.finish() if self._by_token else self._said(ids), last=True)
+        if self._whole_tools and not self.stopped:
+            self.text = read_text(self._chat, prompt_ids(), ids, self._whole_tools)
+        is_own = self.stopped or self._whole_tools or self._converter is not None
+        self.own_text = self.text if is_own else None
         self.finish = "stop" if self.stopped else reason
+
+    def _add_text(self, text: str, *, last: bool = False) -> None:
+        """Add text of the model; an answer that is parsed as a whole has none before its end."""
+        self._plain += text
+        if self._converter is not None:
+            text = self._converter.push(text, last=last)
+        self._held += text
+        if last or not self._whole_tools:
+            self.text, self._held = self.text + self._held, ""
 
     def restore(self, generation: Generation, text: str | None) -> None:
         """Restore an earlier answer; `text` if it differs from that of its tokens."""

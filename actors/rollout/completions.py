@@ -16,7 +16,8 @@ import numpy as np
 from ...broker.client.parts import Tell
 from ...schemas.generation import Decoding, Delta, TextRequest
 from ...schemas.infer import ChatRequest, CompletionRequest, InferPart, PromptScore
-from ...schemas.model_apis.canonical import THINK, canonical_history, pictures_of
+from ...schemas.model_apis.canonical import canonical_history, pictures_of
+from ...schemas.tool_calls import THINK
 from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation, OnToken, PromptScores, Sampling
@@ -166,7 +167,9 @@ class Answers:
         history = canonical_history(request.messages)
         ids = HistoryRenderer(chat.with_options(options)).whole(history, request.tools).tolist()
         images, opened = tuple(pictures_of(history)), chat.opened(ids)
-        if thinks is False and opened.startswith(THINK):
+        if opened:  # the answer is converted to this mark
+            opened = THINK + opened.removeprefix(chat.reasoning_mark)
+        if thinks is False and opened:
             raise errors.ConfigError(
                 "this model's chat template opens the reasoning of every answer, and has no "
                 "variable to leave it out",
@@ -222,6 +225,7 @@ class Answers:
                     num_top=request.decoding.top_logprobs,
                     by_token=request.stream,
                     tells_tokens=request.logprobs,
+                    thinking=bool(prompts[0].opened) if isinstance(request, ChatRequest) else None,
                 )
                 for number in range(len(prompts) * copies)
             ]
@@ -273,7 +277,7 @@ class Answers:
         if required is None:
             return None
         tools = request.tools if isinstance(request, ChatRequest) else ()
-        thinking = any(prompt.opened.startswith(THINK) for prompt in prompts)
+        thinking = any(prompt.opened for prompt in prompts)
         return await self._grammars.of(required, tools, thinking=thinking, user=self._user)
 
     async def _score(

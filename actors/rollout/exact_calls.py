@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...envs.agents.call_selection import digest_of
-from ...schemas.model_apis.canonical import THINK, ModelMessage, canonical_history, pictures_of
+from ...schemas.model_apis.canonical import ModelMessage, canonical_history, pictures_of
+from ...schemas.tool_calls import THINK
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer

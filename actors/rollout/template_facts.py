@@ -14,28 +14,21 @@ inexact tokens: if a turn cannot be continued exactly, the whole history is rend
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from ...schemas.call_formats import FORMATS, AnswerConverter, in_hermes_form
 from ...schemas.chat_messages import read_object
 from ...schemas.model_apis.canonical import (
-    THINK,
-    THOUGHT,
     CanonicalCall,
     ModelMessage,
     parse_reply,
     pictures_of,
 )
-from ...schemas.tool_calls import (
-    FORMATS,
-    UNTYPED,
-    CallFormat,
-    certain_length,
-    in_hermes_form,
-)
+from ...schemas.tool_calls import HERMES, THINK, THOUGHT, CallFormat
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ..policy.chat import ChatTokenizer
@@ -273,7 +266,8 @@ def _written(chat: ChatTokenizer, turn: ModelMessage) -> tuple[list[int], list[i
         return None
     pairs = enumerate(zip(prompt, whole, strict=False))
     common = next((place for place, (left, other) in pairs if left != other), len(prompt))
-    return chat.encode_seen(prompt), chat.encode_seen(whole[common:], behind=whole[:common])
+    before, turn_text = whole[:common], whole[common:]
+    return chat.encode_seen(before), chat.encode_seen(turn_text, behind=before)
 
 
 def _has_calls(text: str, turn: ModelMessage) -> bool:
@@ -283,10 +277,7 @@ def _has_calls(text: str, turn: ModelMessage) -> bool:
 
 
 def call_format(chat: ChatTokenizer) -> CallFormat | None:
-    """Return a reader of the template's format of calls.
-
-    None if it is the format that replies are read in (Hermes, Qwen), or unknown.
-    """
+    """Return the format that reads the calls of a template, found once; None: it is not known."""
     if "call_format" not in chat.findings:
         chat.findings["call_format"] = _find_call_format(chat)
     return chat.findings["call_format"]
@@ -295,48 +286,62 @@ def call_format(chat: ChatTokenizer) -> CallFormat | None:
 def _find_call_format(chat: ChatTokenizer) -> CallFormat | None:
     turn = ModelMessage(role="assistant", calls=_CALLS[:1])
     written = _written(chat, turn)
-    if written is None or _has_calls(text := chat.decode(written[1]), turn):
+    if written is None:
         return None
-    reads = (read for read in FORMATS if _has_calls(in_hermes_form(text, read, _TOOLS), turn))
+    text, thinking = chat.decode(written[1]), chat.opens_thinking(written[0])
+    mark = chat.reasoning_mark
+    reads = (
+        form
+        for form in (HERMES, *FORMATS)
+        if _has_calls(in_hermes_form(text, form, _TOOLS, mark, thinking=thinking), turn)
+    )
     return next(reads, None)
 
 
-def reads_whole(chat: ChatTokenizer) -> bool:
-    """Whether the calls of an answer can be read only when it is complete."""
-    return chat.parses_responses or call_format(chat) is not None
+def converter(chat: ChatTokenizer, tools: Tools, *, thinking: bool) -> AnswerConverter | None:
+    """Return a converter of answers to the form that replies are read in; None: they have it.
+
+    With `thinking`, the prompt has opened the reasoning.
+    """
+    mark, form = chat.reasoning_mark, call_format(chat) if tools else None
+    if mark == THINK and form in (None, HERMES):
+        return None
+    return AnswerConverter(form, tools, mark, thinking=thinking)
 
 
-def hermes_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
-    """Return the text of an answer with its calls in the format that replies are read in."""
-    read = call_format(chat) if tools else None
-    return text if read is None else in_hermes_form(text, read, tools)
-
-
-def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
-    """Return the part of a growing answer that `hermes_text` will not change."""
-    read = call_format(chat) if tools else None
-    return text if read is None else text[: certain_length(text, read)]
+def is_parsed_whole(chat: ChatTokenizer, tools: Tools) -> bool:
+    """Whether only the tokenizer's `response_template` can read calls, in a complete answer."""
+    answers = getattr(chat.tokenizer, "response_template", None)
+    return bool(tools) and answers is not None and call_format(chat) is None
 
 
 def read_text(
     chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
 ) -> str:
-    """Return an answer in the format that replies are read in (`ReplyReader`).
+    """Return a whole answer in the form that replies are read in (`ReplyReader`).
 
-    It is parsed by the tokenizer's `response_template`, if it has one, or else by the template's
-    known format of calls. A format without types is always read here, by all that a schema says.
+    Calls in a format that is not known are read by the tokenizer's `response_template`, if it has
+    one.
     """
-    text = chat.decode(generated_ids)
-    if tools and call_format(chat) in UNTYPED:
-        return hermes_text(chat, text, tools)
-    parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
-    if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
-        return hermes_text(chat, text, tools)
-    lacks_arguments = not all(arguments for _, arguments in _parsed_calls(parsed))
-    if lacks_arguments and call_format(chat) is not None:  # which reads calls strictly
-        return hermes_text(chat, text, tools)
-    thinking = chat.opens_thinking(prompt_ids)
-    return as_read(parsed, thinking=thinking) or text
+    text, thinking = chat.decode(generated_ids), chat.opens_thinking(prompt_ids)
+    if is_parsed_whole(chat, tools):
+        parsed = _parsed(chat, prompt_ids, generated_ids, tools)
+        if parsed and _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
+            return as_read(parsed, thinking=thinking) or text
+    convert = converter(chat, tools, thinking=thinking)
+    return text if convert is None else convert.push(text, last=True)
+
+
+def _parsed(
+    chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
+) -> dict[str, Any] | None:
+    """Return an answer as a chat message; None if it does not follow the `response_template`."""
+    parse = cast("Callable[..., Any]", chat.tokenizer.parse_response)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    prompt, ids = [int(i) for i in prompt_ids], [int(i) for i in generated_ids]
+    try:
+        return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
+    except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
+        return None  # a model may write malformed answers, which are text
 
 
 def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:

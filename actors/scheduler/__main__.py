@@ -15,20 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = service_parser("scheduler")
     parser.add_argument("--name", default="scheduler", help="name (default: scheduler)")
     keeping = RetentionLimits()
-    parser.add_argument(
-        "--keep-ended",
-        type=_count,
-        default=keeping.of_user,
-        metavar="N",
-        help=f"newest ended jobs of each user to keep unarchived (default: {keeping.of_user})",
-    )
-    parser.add_argument(
-        "--keep-ended-of-all",
-        type=_count,
-        default=keeping.of_all,
-        metavar="N",
-        help=f"newest ended jobs of all users to keep unarchived (default: {keeping.of_all})",
-    )
+    for flag, most, whose in (
+        ("--keep-ended", keeping.of_user, "each user"),
+        ("--keep-ended-of-all", keeping.of_all, "all users"),
+    ):
+        text = f"newest ended jobs of {whose} to keep unarchived (default: {most})"
+        parser.add_argument(flag, type=_count, default=most, metavar="N", help=text)
     parser.add_argument(
         "--machines",
         default="none",

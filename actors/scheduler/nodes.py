@@ -158,7 +158,9 @@ class Nodes:
             member = self._members.setdefault(name, _Member())
             if entry.revision != member.revision:
                 member.revision = entry.revision
-                self._note_status(name, member, _newer(member.status, entry.value))
+                known, new = member.status, entry.value
+                later = new if known is None or new.time >= known.time else known  # by its clock
+                self._note_status(name, member, later)
         for name, member in list(self._members.items()):
             member.silent_s += passed_s
             if name not in records and member.revision:
@@ -265,8 +267,3 @@ def _shape(status: NodeStatus) -> tuple[object, ...]:
     """Return the properties that decide which actors a node can hold."""
     instances = [gpu.is_instance for gpu in status.gpus]
     return status.slots, status.slot_kind, instances, status.groups, status.link, status.packages
-
-
-def _newer(status: NodeStatus | None, record: NodeStatus) -> NodeStatus:
-    """Return the later of two answers of a node, by the node's clock."""
-    return record if status is None or record.time >= status.time else status

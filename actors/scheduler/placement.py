@@ -234,7 +234,8 @@ def place(
             assigned = pool.assign(request, free)
             num_free = sum(map(len, free.values())) if assigned else num_free
             if request.whole:  # missing actors already count as held
-                shares.add(request.user, _num_held(assigned), len(assigned))
+                held = sum(len(item.devices) for item in assigned if not item.shares)
+                shares.add(request.user, held, len(assigned))
             result.assignments += assigned
             most -= bool(assigned)
         if len(assigned) == len(request.actors):
@@ -246,10 +247,6 @@ def place(
             why = f"is next: slots are kept for it until it has {request.need}"
         result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
     return result
-
-
-def _num_held(assigned: Iterable[Assignment]) -> int:
-    return sum(len(item.devices) for item in assigned if not item.shares)
 
 
 _COUNTED = ("generator", "sampler")

@@ -145,11 +145,8 @@ async def _lead(
                 drop_old_requests(requests, service.share), name="requests behind a flood"
             )
             await reconciler.run(context.stopping)
-            telling.cancel()
-            numbers.cancel()
-            dropping.cancel()
-            growing.cancel()
-            mending.cancel()
+            for task in (telling, numbers, dropping, growing, mending):
+                task.cancel()
         finally:
             await view.close()
             await pool.records.close()
@@ -359,8 +356,7 @@ class _SchedulerRequests:
         stored = states.reserved_bytes(self._view.config(record)) + num_bytes
         self._view.check_room(record.user, max_stored_bytes=stored - states.stored_bytes(record))
         await bound_weights(self._broker, record.scope, num_bytes)
-        update = {"stored_bytes": stored}
-        await self._jobs.update(record, lambda now: now.model_copy(update=update))
+        await self._jobs.set_fields(record, stored_bytes=stored)
         return WeightsBound(num_bytes=num_bytes)
 
     def _share(self, user: str) -> TenantShare:
@@ -388,11 +384,7 @@ class _SchedulerRequests:
         record = await self._view.get(context.user, request.job)
         refuse_removed(record)
         names = await self._secrets.add_sealed(record.scope, request.sealed)
-
-        def name(current: JobRecord) -> JobRecord:
-            return current.model_copy(update={"secrets": names})
-
-        return JobReply(record=await self._jobs.update(record, name))
+        return JobReply(record=await self._jobs.set_fields(record, secrets=names))
 
     async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
         """Stop a job: the learner drains with a checkpoint, or everything ends now.
@@ -495,11 +487,7 @@ class _SchedulerRequests:
                 hint="see what waits: `tinkermq ps`",
             )
         self._view.check_priority(context.user, request.priority)
-
-        def change(current: JobRecord) -> JobRecord:
-            return current.model_copy(update={"priority": request.priority})
-
-        return JobReply(record=await self._jobs.update(record, change))
+        return JobReply(record=await self._jobs.set_fields(record, priority=request.priority))
 
     async def label(self, request: LabelRequest, context: RequestContext) -> JobReply:
         """Change a job's tags, group and notes, which do not affect its work."""

@@ -6,14 +6,15 @@ the same disk. Others fetch the files in parts.
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from ...broker.client.rpc import RequestContext, Service
+from ...broker.client.rpc import Handler, RequestContext, Service
 from ...schemas.tinker import sampling
 from ...schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
-    CheckpointPage,
     ExportCheckpoint,
     FetchFile,
     FilePart,
@@ -21,13 +22,12 @@ from ...schemas.tinker.checkpoints import (
     ListRuns,
     ListSessions,
     RunPage,
-    SessionPage,
-    SessionState,
     TellSession,
     TinkerCheckpoint,
 )
 from ...schemas.tinker.names import CheckpointName
 from ...schemas.tinker.operation import AboutCheckpoint, ModelInfo
+from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import JobScope, rpc
 from .catalogue import Catalogue
 from .exports import Exports
@@ -47,20 +47,22 @@ class CatalogueService:
     async def open(self, service: Service, scope: JobScope) -> None:
         """Answer from now on: users by the name of the job's service, samplers within the job."""
         await asyncio.to_thread(self._catalogue.folders.set_mark)
-        name, open_ = f"tinker-{scope.job}", service.endpoint
-        await open_("checkpoint", rpc("*", name, "checkpoint"), AboutCheckpoint, self._describe)
-        checkpoints = rpc("*", name, "checkpoints")
-        await open_("checkpoints", checkpoints, ListCheckpoints, self._list_checkpoints)
-        await open_("change", rpc("*", name, "change"), ChangeCheckpoint, self._change)
-        await open_("export", rpc("*", name, "export"), ExportCheckpoint, self._export)
-        await open_("fetch", rpc("*", name, "fetch"), FetchFile, self._fetch)
-        await open_("runs", rpc("*", name, "runs"), ListRuns, self._list_runs)
-        await open_("session", rpc("*", name, "session"), TellSession, self._record_event)
-        sessions = rpc("*", name, "session-list")
-        await open_("session-list", sessions, ListSessions, self._list_sessions)
-        snapshot, part = scope.snapshot("find"), scope.snapshot("fetch")
-        await open_("snapshot-find", snapshot, sampling.FindSnapshot, self._find_snapshot)
-        await open_("snapshot-fetch", part, FetchFile, self._fetch)
+        catalogue, name = self._catalogue, f"tinker-{scope.job}"
+        endpoints: list[tuple[str, type[Message], Handler]] = [
+            ("checkpoint", AboutCheckpoint, self._describe),
+            ("checkpoints", ListCheckpoints, _in_thread(catalogue.list_checkpoints)),
+            ("change", ChangeCheckpoint, _in_thread(self._change)),
+            ("export", ExportCheckpoint, _in_thread(self._export)),
+            ("fetch", FetchFile, self._fetch),
+            ("runs", ListRuns, self._list_runs),
+            ("session", TellSession, _in_thread(catalogue.record_event)),
+            ("session-list", ListSessions, _in_thread(catalogue.list_sessions)),
+        ]
+        for verb, request, handler in endpoints:
+            await service.endpoint(verb, rpc("*", name, verb), request, handler)
+        find, part = scope.snapshot("find"), scope.snapshot("fetch")
+        await service.endpoint("snapshot-find", find, sampling.FindSnapshot, self._find_snapshot)
+        await service.endpoint("snapshot-fetch", part, FetchFile, self._fetch)
 
     async def sweep(self) -> int:
         """Remove expired checkpoints."""
@@ -85,17 +87,11 @@ class CatalogueService:
             self._catalogue.add(stored)
         return stored.info
 
-    async def _list_checkpoints(
-        self, request: ListCheckpoints, context: RequestContext
-    ) -> CheckpointPage:
-        return await asyncio.to_thread(self._catalogue.list_checkpoints, context.user, request)
+    def _change(self, user: str, request: ChangeCheckpoint) -> TinkerCheckpoint:
+        return self._catalogue.change(user, request, is_wanted=self._is_wanted)
 
-    async def _change(self, request: ChangeCheckpoint, context: RequestContext) -> TinkerCheckpoint:
-        change = partial(self._catalogue.change, is_wanted=self._is_wanted)
-        return await asyncio.to_thread(change, context.user, request)
-
-    async def _export(self, request: ExportCheckpoint, context: RequestContext) -> CheckpointExport:
-        return await asyncio.to_thread(self._exports.export, context.user, request.path)
+    def _export(self, user: str, request: ExportCheckpoint) -> CheckpointExport:
+        return self._exports.export(user, request.path)
 
     async def _fetch(self, request: FetchFile) -> FilePart:
         return await asyncio.to_thread(self._exports.fetch, request)
@@ -104,12 +100,6 @@ class CatalogueService:
         models = [model for model in self._models if model.user == context.user and model.used]
         used = {model.name: model.used + self._epoch for model in models}
         return await asyncio.to_thread(self._catalogue.list_runs, context.user, request, used)
-
-    async def _record_event(self, event: TellSession, context: RequestContext) -> SessionState:
-        return await asyncio.to_thread(self._catalogue.record_event, context.user, event)
-
-    async def _list_sessions(self, request: ListSessions, context: RequestContext) -> SessionPage:
-        return await asyncio.to_thread(self._catalogue.list_sessions, context.user, request)
 
     # -- requests of samplers ----------------------------------------------------------------------
 
@@ -129,3 +119,12 @@ class CatalogueService:
             seq=stored.seq,
             export=self._exports.export(request.user, str(stored.name)),
         )
+
+
+def _in_thread(answer: Callable[[str, Any], Message]) -> Handler:
+    """Return a handler that answers a user's request in a thread."""
+
+    async def handle(request: Message, context: RequestContext) -> Message:
+        return await asyncio.to_thread(answer, context.user, request)
+
+    return handle

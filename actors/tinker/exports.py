@@ -4,8 +4,6 @@ A ticket is signed by this trainer and stands for one checkpoint and one reader 
 that a URL with it needs no key. It opens only what its reader may read at that time.
 """
 
-import base64
-import binascii
 import hmac
 import json
 import os
@@ -28,6 +26,7 @@ from ...schemas.tinker.checkpoints import (
 )
 from ...schemas.tinker.names import CheckpointName
 from ...schemas.wire import errors
+from ...schemas.wire.codec import from_base64url, to_base64url
 from ..storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
 
 
@@ -95,7 +94,7 @@ class Exports:
         expires = time.time() + TICKET_S
         claims = json.dumps([user, str(stored.name), stored.seq, int(expires)]).encode()
         return CheckpointExport(
-            ticket=f"{_text(claims)}.{_text(self._sign(claims))}",
+            ticket=f"{to_base64url(claims)}.{to_base64url(self._sign(claims))}",
             expires=expires,
             files=[ExportedFile(name=name, size_bytes=size) for name, size in _files(stored)],
         )
@@ -119,8 +118,9 @@ class Exports:
     def _open_ticket(self, ticket: str) -> StoredCheckpoint:
         encoded_claims, _, encoded_signature = ticket.partition(".")
         try:
-            claims, signature = _bytes(encoded_claims), _bytes(encoded_signature)
-        except (ValueError, binascii.Error):
+            claims = from_base64url(encoded_claims)
+            signature = from_base64url(encoded_signature)
+        except ValueError:
             raise _invalid_ticket() from None
         if not hmac.compare_digest(signature, self._sign(claims)):
             raise _invalid_ticket()
@@ -169,11 +169,3 @@ def _invalid_ticket() -> errors.AuthError:
     return errors.AuthError(
         "this is not a URL of a checkpoint", hint="ask for its URLs with your key"
     )
-
-
-def _text(value: bytes) -> str:
-    return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -245,7 +245,7 @@ class Scorer:
         self.flat_rows = reads_flat_rows(self.attention)
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
-        self.shares_columns = not is_recurrent(config)
+        self.shares_columns = not is_recurrent(model)
         """Whether sequences of a row may share columns: not if the model has recurrent layers."""
         self.one_per_row = False
         """Whether each row holds one sequence, since a state would go on into the next one."""

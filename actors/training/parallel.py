@@ -42,7 +42,7 @@ from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..addresses import interface_of, own_address
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
-from ..policy.layers import decoder_of, is_recurrent, needs_masks
+from ..policy.layers import decoder_of, has_index, is_recurrent, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
@@ -102,10 +102,15 @@ def check_divisible(model: nn.Module, size: int) -> None:
     """Raise ConfigError unless `size` processes can share the columns of a model's rows."""
     config = cast(Any, model).config.get_text_config()
     refused = f"learner.context_parallel={size} cannot divide"
-    if is_recurrent(config):
+    if is_recurrent(model):
         raise ConfigError(
             f"{refused} this model: it has recurrent layers, whose state passes through all "
             "columns of a row in order",
+            hint="set learner.context_parallel=1",
+        )
+    if has_index(config):
+        raise ConfigError(
+            f"{refused} this model: an index over all columns chooses the keys of its attention",
             hint="set learner.context_parallel=1",
         )
     heads = getattr(config, "num_attention_heads", 0)  # also where it has another name

@@ -32,6 +32,7 @@ from ...broker.client.connection import Broker, Msg
 from ...broker.client.replies import Listening
 from ...broker.jetstream.kv import Bucket, DamagedEntry
 from ...broker.jetstream.objects import CHUNK_BYTES, DigestMismatch, digest_of
+from ...schemas.local.process import finish
 from ...schemas.weights import (
     LATEST,
     Difference,
@@ -530,7 +531,7 @@ class WeightStore:
         async def fill(buffer: memoryview) -> None:
             place, size = step.location, step.num_bytes
             difference = await self._payloads.get(place, size, step.digest)
-            await asyncio.to_thread(make, base, difference, manifest, buffer)
+            await finish(asyncio.to_thread(make, base, difference, manifest, buffer))
 
         payload = await self._shared.get(manifest.digest, manifest.num_bytes, fill)
         return Whole(manifest.version, manifest.tensors, manifest.digest, payload)

@@ -1,7 +1,7 @@
-"""The tables of docs/learning.md from the results: `python -m benchmarks.evidence.tables`.
+"""Tables of the documentation from the results: `python -m benchmarks.evidence.tables`.
 
 Runs of one seed are compared with each other: a difference is of pairs, its interval Student's t
-over the seeds. Each table stands in the page between two comments that name it.
+over the seeds. Each table stands in its page between two comments that name it.
 """
 
 import math
@@ -26,6 +26,11 @@ from benchmarks.evidence.comparisons import (
     step_until,
 )
 from benchmarks.evidence.equivalence import MORE_SEEDS
+from benchmarks.evidence.kinds import BOUND as KINDS_BOUND
+from benchmarks.evidence.kinds import EXPERIMENT as KINDS_OF_LAYERS
+from benchmarks.evidence.kinds import GAME as KINDS_GAME
+from benchmarks.evidence.kinds import KINDS
+from benchmarks.evidence.kinds import SEEDS as KINDS_SEEDS
 from benchmarks.evidence.language_model import EXPERIMENT as LANGUAGE_MODEL
 from benchmarks.evidence.language_model import GAME, LAGS, LORA, LORA_LAG
 from benchmarks.evidence.peer import GAMES as PEER_GAMES
@@ -33,7 +38,7 @@ from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.evidence.stragglers import BOUND, POLICIES
 from benchmarks.stack import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "learning.md"
+DOCS = REPOSITORY / "docs"
 
 
 def areas() -> Iterator[str]:
@@ -182,6 +187,18 @@ def stragglers() -> Iterator[str]:
         yield _row([f"{line.name}, less `{POLICIES[0]}`", "", *less])
 
 
+def kinds() -> Iterator[str]:
+    """The reward of models with each kind of layers, step by step."""
+    table = Table(KINDS_OF_LAYERS, seeds=KINDS_SEEDS)
+    kinds_of_runs = {kind: table.of(KINDS_GAME, kind, KINDS_BOUND) for kind in KINDS}
+    steps = sorted(kinds_of_runs["qwen3"][0].validation)
+    yield _row(["", *(f"step {step}" for step in steps), "area"])
+    yield _rule(len(steps) + 2)
+    for kind, runs in kinds_of_runs.items():
+        curve = [f"{mean(run.validation[step] for run in runs):.2f}" for step in steps]
+        yield _row([f"`{kind}`: {KINDS[kind]}", *curve, f"{mean(map(area, runs)):.2f}"])
+
+
 class Line(NamedTuple):
     """One measure of a table."""
 
@@ -253,31 +270,41 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "areas": areas,
-    "tests": tests,
-    "choices": choices,
-    "distillation": distillation,
-    "peer": peer,
-    "language model": language_model,
-    "language model, lora": language_model_lora,
-    "caches": caches,
-    "stragglers": stragglers,
+PAGES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+    "learning.md": {
+        "areas": areas,
+        "tests": tests,
+        "choices": choices,
+        "distillation": distillation,
+        "peer": peer,
+        "language model": language_model,
+        "language model, lora": language_model_lora,
+        "caches": caches,
+        "stragglers": stragglers,
+    },
+    "models.md": {"kinds": kinds},
 }
-"""By the name that stands in the page."""
+"""The tables of each page by the name that stands in it."""
 
 
-def filled(page: str) -> str:
-    """Return the page with each table as the results say it is."""
-    for name, table in TABLES.items():
+def filled(name: str) -> str:
+    """Return a page with each table as the results say it is."""
+    page = (DOCS / name).read_text()
+    for title, table in PAGES[name].items():
         text = "\n".join(table()).strip()
-        marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        marks = f"<!-- {title} -->", f"<!-- end of {title} -->"
         between = re.compile(f"{re.escape(marks[0])}.*?{re.escape(marks[1])}", re.DOTALL)
         page, count = between.subn(lambda _, t=text, m=marks: f"{m[0]}\n\n{t}\n\n{m[1]}", page)
-        assert count == 1, f"{PAGE} has no place for {name}"
+        assert count == 1, f"{name} has no place for {title}"
     return page
+
+
+def write_pages() -> None:
+    """Write all tables into their pages."""
+    for name in PAGES:
+        (DOCS / name).write_text(filled(name))
 
 
 if __name__ == "__main__":
     take_no_arguments(__doc__)
-    PAGE.write_text(filled(PAGE.read_text()))
+    write_pages()

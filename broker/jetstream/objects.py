@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
+from ...schemas.local.process import finish
 from ...schemas.wire.errors import (
     BrokerError,
     DeadlineError,
@@ -44,7 +45,7 @@ from .streams import num_messages, purge, stream_subjects
 #
 # On the actor's own connection 500 MB would delay heartbeats and leases, and every byte would be
 # copied five times on the event loop. Here the kernel copies between the socket and the caller's
-# memory. `close` from another thread ends a transfer.
+# memory. `stop` from another thread ends a transfer.
 
 _TIMEOUT_S = 10.0
 _BUFFER_BYTES = 1 << 16
@@ -100,7 +101,7 @@ class BulkLink:
             # else each requested window waits some 40 ms for a delayed acknowledgement
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._closed:
-                self.close()
+                self.stop()
             info = json.loads(self._line().split(b" ", 1)[1])
             if url.scheme == "tls" and not info.get("tls_required"):
                 raise BrokerError("the server does not encrypt, as its tls:// URL demands")
@@ -112,12 +113,20 @@ class BulkLink:
             while self._line() != b"PONG":
                 pass
 
-    def close(self) -> None:
-        """Close at once, even while a thread uses the connection."""
+    def stop(self) -> None:
+        """Send nothing more, even while a thread uses the connection, which ends with an error."""
         self._closed = True
         if self._socket is not None:
             with contextlib.suppress(OSError):  # no longer connected
-                self._socket.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close, once the server has read what was sent and closes, too."""
+        self.stop()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                while self._socket.recv(_BUFFER_BYTES):
+                    pass
             self._socket.close()
 
     def publish(self, subject: str, payload: "bytes | memoryview", reply: str) -> None:
@@ -288,7 +297,8 @@ class ObjectStore:
     async def put(self, name: str, views: Sequence[memoryview], *, deadline_s: float) -> ObjectInfo:
         """Store the concatenation of `views`; it is stored when this returns.
 
-        Raises BrokerError when the bucket is full, DeadlineError, NotFoundError.
+        If this is cancelled, no chunk remains, or the object is complete; `views` are not used any
+        more. Raises BrokerError when the bucket is full, DeadlineError, NotFoundError.
         """
         in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
         digesting = in_thread(digest_of, views)
@@ -302,21 +312,24 @@ class ObjectStore:
             return await self._put_chunks(attempts[-1], views)
 
         try:
-            num_bytes, num_chunks = await self._broker.retry(
-                attempt, deadline_s=deadline_s, waiting_for=f"object {name} to be stored"
-            )
-        except Refused as error:
-            await self._purge_chunks(attempts[-1])
-            raise self._refused(name, error) from error
-        except DeadlineError:
-            await self._purge_chunks(attempts[-1])
+            try:
+                num_bytes, num_chunks = await self._broker.retry(
+                    attempt, deadline_s=deadline_s, waiting_for=f"object {name} to be stored"
+                )
+            finally:  # then no thread reads `views`
+                await finish(asyncio.gather(digesting, sha256_hashing, return_exceptions=True))
+        except (Refused, DeadlineError, asyncio.CancelledError) as error:
+            if attempts:
+                await finish(self._purge_chunks(attempts[-1]))
+            if isinstance(error, Refused):
+                raise self._refused(name, error) from error
             raise
-        info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
-        await self._put_info(info, await sha256_hashing)
+        info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, digesting.result())
+        await finish(self._put_info(info, sha256_hashing.result()))
         return info
 
     async def get_into(self, info: ObjectInfo, buffer: memoryview, *, deadline_s: float) -> None:
-        """Read an object into `buffer`, which has exactly its size.
+        """Read an object into `buffer`, which has exactly its size and is not used afterwards.
 
         Raises DigestMismatch, NotFoundError when it was deleted, DeadlineError.
         """
@@ -325,13 +338,15 @@ class ObjectStore:
         lag_s = self._broker.replication.lag_s
         subject = self._chunk_subject(info.nuid)
         reading = _Reading(self._stream, asking, subject, buffer, lag_s)
-        if info.num_bytes:
-            await self._broker.retry(
-                lambda: self._with_link(reading.run),
-                deadline_s=deadline_s,
-                waiting_for=f"object {info.name} to be read",
-            )
-        digest = await asyncio.to_thread(reading.digest)
+        try:
+            if info.num_bytes:
+                await self._broker.retry(
+                    lambda: self._with_link(reading.run),
+                    deadline_s=deadline_s,
+                    waiting_for=f"object {info.name} to be read",
+                )
+        finally:
+            digest = await finish(asyncio.to_thread(reading.digest))
         if digest != info.digest:
             raise DigestMismatch(
                 f"object {info.name} of bucket {self._bucket} has digest {digest}, stored was "
@@ -398,17 +413,22 @@ class ObjectStore:
         return sent
 
     async def _with_link(self, work: Callable[[BulkLink], T]) -> T:
-        """Run `work` in a thread with its own connection."""
+        """Run `work` in a thread with its own connection; it has ended when this returns."""
         link = BulkLink(self._broker)
 
         def run() -> T:
-            link.open()
-            return work(link)
+            try:
+                link.open()
+                return work(link)
+            finally:
+                link.close()
 
+        running = asyncio.ensure_future(asyncio.to_thread(run))
         try:
-            return await asyncio.to_thread(run)
+            return await asyncio.shield(running)
         finally:
-            link.close()
+            link.stop()
+            await finish(asyncio.gather(running, return_exceptions=True))
 
     async def _put_info(self, info: ObjectInfo, sha256: bytes) -> None:
         stock = f"SHA-256={base64.urlsafe_b64encode(sha256).decode()}"

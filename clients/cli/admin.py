@@ -32,7 +32,7 @@ from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import user_name
 from ..home import Home
 from ..pool import Pool
-from .output import print_json, print_note, print_plain, print_result, print_table, print_text
+from .output import print_json, print_note, print_plain, print_result, print_rows, print_text
 from .session import COMMON, Common, with_pool
 
 R = TypeVar("R", bound=Message)
@@ -64,22 +64,15 @@ def add(
         Share of the pool relative to other waiting users.
     """
     request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
-    return _show_key(_request_reply(common, "add", request, NewKey), as_json=common.json)
+    return _show_new_key(common, "add", request)
 
 
 def list_users(*, common: Common = COMMON) -> int:
     """List the users."""
-
-    async def work(pool: Pool) -> list[UserInfo]:
-        return await all_users(pool.broker)
-
-    users = with_pool(common.nats_url, work)
-    if common.json:
-        print_json([user.model_dump() for user in users])
-    else:
-        columns = ("user", "role", "key ends", "state", "slots", "weight", "runs", "storage")
-        print_table(columns, [_cells(user) for user in users])
-    return 0
+    users = with_pool(common.nats_url, lambda pool: all_users(pool.broker))
+    columns = ("user", "role", "key ends", "state", "slots", "weight", "runs", "storage")
+    document = [user.model_dump() for user in users]
+    return print_rows(document, columns, map(_cells, users), as_json=common.json)
 
 
 def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int:
@@ -92,8 +85,7 @@ def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int
     days
         Days until the new key expires; 0: never.
     """
-    reply = _request_reply(common, "rotate", RotateKey(user=user, days=days), NewKey)
-    return _show_key(reply, as_json=common.json)
+    return _show_new_key(common, "rotate", RotateKey(user=user, days=days))
 
 
 def revoke(user: str, /, *, common: Common = COMMON) -> int:
@@ -237,23 +229,20 @@ def audit(*, last: int = 50, common: Common = COMMON) -> int:
     """
     newest_first = _request_reply(common, "audit", AuditRequest(limit=last), AuditList).records
     records = newest_first[::-1]
-    if common.json:
-        print_json([record.model_dump() for record in records])
-    else:
-        columns = ("when", "who", "what", "whom", "outcome", "detail")
-        rows = [
-            [
-                datetime.fromtimestamp(record.time, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-                record.who,
-                record.what,
-                record.target,
-                record.outcome,
-                record.detail,
-            ]
-            for record in records
+    rows = [
+        [
+            datetime.fromtimestamp(record.time, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            record.who,
+            record.what,
+            record.target,
+            record.outcome,
+            record.detail,
         ]
-        print_table(columns, rows)
-    return 0
+        for record in records
+    ]
+    columns = ("when", "who", "what", "whom", "outcome", "detail")
+    document = [record.model_dump() for record in records]
+    return print_rows(document, columns, rows, as_json=common.json)
 
 
 def register(user: str, /, *, common: Common = COMMON) -> int:
@@ -269,21 +258,24 @@ def register(user: str, /, *, common: Common = COMMON) -> int:
         raise AuthError(
             "no invitation was given", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
         )
-    reply = _request_reply(common, "register", Register(code=code, user=user), NewKey, api_key=code)
-    return _show_key(reply, as_json=common.json)
+    return _show_new_key(common, "register", Register(code=code, user=user), api_key=code)
 
 
 def _request_reply(
     common: Common, method: str, request: Message, reply: type[R], *, api_key: str | None = None
 ) -> R:
-    async def work(pool: Pool) -> R:
-        return await ask_users(pool.broker, method, request, reply)
+    return with_pool(
+        common.nats_url,
+        lambda pool: ask_users(pool.broker, method, request, reply),
+        api_key=api_key,
+    )
 
-    return with_pool(common.nats_url, work, api_key=api_key)
 
-
-def _show_key(reply: NewKey, *, as_json: bool) -> int:
-    if as_json:
+def _show_new_key(
+    common: Common, method: str, request: Message, *, api_key: str | None = None
+) -> int:
+    reply = _request_reply(common, method, request, NewKey, api_key=api_key)
+    if common.json:
         print_json({"user": reply.user, "api_key": reply.secret, "expires": reply.expires})
     else:
         print_text(
@@ -419,17 +411,11 @@ async def _moving(broker: Broker) -> list[str]:
 
 
 def _print_saved(saved: list[Saved], done: str, *, as_json: bool) -> int:
-    if as_json:
-        print_json(
-            [
-                {"stream": stream.name, "messages": stream.num_messages, "bytes": stream.num_bytes}
-                for stream in saved
-            ]
-        )
-        return 0
-    num_messages, num_bytes = (
-        sum(stream.num_messages for stream in saved),
-        sum(stream.num_bytes for stream in saved),
-    )
-    print_plain(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
-    return 0
+    num_messages = sum(stream.num_messages for stream in saved)
+    num_bytes = sum(stream.num_bytes for stream in saved)
+    document = [
+        {"stream": stream.name, "messages": stream.num_messages, "bytes": stream.num_bytes}
+        for stream in saved
+    ]
+    text = f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}"
+    return print_result(document, text, as_json=as_json)

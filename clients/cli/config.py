@@ -143,7 +143,7 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
     """Return the plan of a job; ConfigError or ModelError for a job that cannot be planned."""
     from ...schemas.plan.cards import parse_cards
     from ...schemas.plan.plan import make_plan
-    from ...schemas.plan.settings import find_models, refuse_long_contexts
+    from ...schemas.plan.settings import find_models, refuse_models
     from ...schemas.wire.errors import ConfigError, ModelError
 
     cards = parse_cards(gpus)
@@ -161,5 +161,5 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
             hint="give a folder, or fetch the model to the hub's cache (`hf download NAME "
             "config.json`)",
         )
-    refuse_long_contexts(job)
+    refuse_models(job)
     return make_plan(job, models, cards, reached)

@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...broker.client.server_info import read_server_info
@@ -164,20 +165,20 @@ def _is_public(path: Path) -> bool:
     return is_certificate or path.name == "accounts.conf"
 
 
+def _run(*command: str, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+
+
 def _nats_conf(root: Path) -> CheckResult:
     """Check the configuration of this machine's nats-server with `nats-server -t`."""
     config = root / "etc/tinkermq/nats.conf"
     if not config.is_file():
         return finding("nats.conf", True, "none: the server runs on another machine")
     try:
-        done = subprocess.run(
-            [str(binary_path()), "-t", "-c", str(config)],
-            env=os.environ | _variables(config.with_name("nats.env")),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        variables = _variables(config.with_name("nats.env"))
+        done = _run(str(binary_path()), "-t", "-c", str(config), env=os.environ | variables)
     except (TinkermqError, OSError, subprocess.TimeoutExpired) as error:
         return finding("nats.conf", False, str(error), f"check {config}")
     output = (done.stderr or done.stdout).strip().splitlines()
@@ -217,10 +218,8 @@ def _certificates(root: Path) -> list[CheckResult]:
     for path in sorted((root / "etc/tinkermq/tls").glob("*.crt")):
         if openssl is None:
             return [finding("tls", False, "openssl is not installed", "apt-get install openssl")]
-        command = [openssl, "x509", "-in", str(path), "-noout", "-enddate"]
-        done = subprocess.run(
-            [*command, "-checkend", str(_EXPIRY_S)], capture_output=True, text=True, check=False
-        )
+        read = (openssl, "x509", "-in", str(path), "-noout", "-enddate")
+        done = _run(*read, "-checkend", str(_EXPIRY_S))
         detail = (done.stdout or done.stderr).strip().splitlines() or ["unreadable"]
         hint = "" if done.returncode == 0 else "renew it"
         findings.append(finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
@@ -245,14 +244,7 @@ def _clock() -> CheckResult:
     program = shutil.which("timedatectl")
     if program is None:
         return finding("clock", True, "not known: there is no timedatectl")
-    done = subprocess.run(
-        [program, "show", "-p", "NTPSynchronized", "--value"],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    output = done.stdout.strip()
+    output = _run(program, "show", "-p", "NTPSynchronized", "--value").stdout.strip()
     if output not in ("yes", "no"):
         return finding("clock", True, "not known: systemd does not run here")
     hint = "" if output == "yes" else "timedatectl set-ntp true"
@@ -265,13 +257,7 @@ def _sandbox() -> CheckResult:
         return finding("namespaces", False, "no unshare on this machine", "use Linux")
     if shutil.which("bwrap") is None:
         return finding("namespaces", False, "there is no bubblewrap", "apt-get install bubblewrap")
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "true"],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    done = _run("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "true")
     if done.returncode:
         hint = "sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0"
         return finding("namespaces", False, done.stderr.strip(), hint)

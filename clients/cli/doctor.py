@@ -37,7 +37,14 @@ from ...schemas.wire.errors import (
 from ..base import quiet_logs
 from ..home import Home, find_url
 from ..pool import Pool
-from .checks import exit_code, finding, print_check, print_checks, run_process
+from .checks import (
+    exit_code,
+    finding,
+    finding_of_problems,
+    print_check,
+    print_checks,
+    run_process,
+)
 from .output import (
     duration,
     print_json,
@@ -330,16 +337,16 @@ async def _machines(broker: Broker) -> list[CheckResult]:
 
 def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
     """Check that nodes are equal, their actors are alive, and the broker kept its store."""
-    packages, clocks = package_differences(nodes), clock_differences(nodes)
     same = "ranks of one learner need equal machines: install the same versions on all"
     silent = [
-        f"{actor.name} of job {actor.job} on {node.node} for {actor.silent_s:.0f} s"
+        f"no heartbeat of {actor.name} of job {actor.job} on {node.node} for {actor.silent_s:.0f} s"
         for node in nodes
         for actor in node.actors
         if actor.silent_s
     ]
     lost = [
-        f"{node.node} found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
+        f"the broker came back empty, as {node.node} found at "
+        f"{time.strftime('%F %T', time.localtime(node.store_lost))}"
         for node in nodes
         if node.store_lost is not None
     ]
@@ -350,22 +357,10 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
     frozen = "stopped, hung, or disconnected: their nodes restart them if this lasts"
     ntp = "set the clocks of the machines by NTP: times and costs depend on them, leases do not"
     return [
-        finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
-        finding(
-            "clocks", not clocks, "; ".join(clocks) or "as the scheduler's", ntp if clocks else ""
-        ),
-        finding(
-            "actors",
-            not silent,
-            f"no heartbeat of {'; '.join(silent)}" if silent else "all send heartbeats",
-            frozen if silent else "",
-        ),
-        finding(
-            "store",
-            not lost,
-            f"the broker came back empty, as {', '.join(lost)}" if lost else "nothing was lost",
-            again if lost else "",
-        ),
+        finding_of_problems("machines", package_differences(nodes), "alike", same),
+        finding_of_problems("clocks", clock_differences(nodes), "as the scheduler's", ntp),
+        finding_of_problems("actors", silent, "all send heartbeats", frozen),
+        finding_of_problems("store", lost, "nothing was lost", again),
     ]
 
 
@@ -402,13 +397,12 @@ async def _trouble(broker: Broker, presences: Sequence[Presence]) -> CheckResult
         async with asyncio.timeout(_ASK_S):  # a node answers even if it can store no heartbeat
             trouble = await SchedulerCalls(broker).trouble()
             waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
-    if not waits:
-        return finding("going on", True, "no actor waits for something outside the pool")
     hint = (
         "provide what is missing; if the disk of nats-server was full, make room and restart it "
         "(`systemctl restart tinkermq-nats`; `tinkermq up` restarts its own)"
     )
-    return finding("going on", False, "; ".join(waits.values()), hint)
+    fine = "no actor waits for something outside the pool"
+    return finding_of_problems("going on", list(waits.values()), fine, hint)
 
 
 async def _records(broker: Broker) -> CheckResult:

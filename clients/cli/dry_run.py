@@ -8,7 +8,7 @@ from ...envs.check import check_game
 from ...envs.registry import find_game
 from ...schemas.checks import CheckResult, CheckSkipped, failed_check, raise_failed, run_check
 from ...schemas.config.job import JobConfig
-from ...schemas.plan.settings import refuse_long_contexts
+from ...schemas.plan.settings import refuse_models
 from ...schemas.wire import errors
 from ..home import find_url
 from ..pool import Pool
@@ -116,12 +116,12 @@ def _find_files(config: JobConfig) -> str:
 def check_model_files(config: JobConfig, url: str | None) -> str:
     """Check a local model folder without loading it; a model elsewhere is only named.
 
-    Raises ModelError for a folder that is not a model, and for sequences that are too long for it.
+    Raises ModelError for a folder that is not a model, or of a kind that cannot be trained.
     """
     has_tokenizer = config.model.tokenizer is not None
     is_here = url is None or is_local_pool(url)
     description = check_model_folder(config.model.path, here=is_here, has_tokenizer=has_tokenizer)
-    refuse_long_contexts(config)
+    refuse_models(config)
     return description
 
 

@@ -100,11 +100,7 @@ PLAY_FLAGS = PlayFlags()
 
 def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
     """Return the serving job of this name, if there is one, and the `env` of its run."""
-
-    async def resolve(pool: Pool) -> tuple[JobRecord | None, dict[str, Any]]:
-        return await resolve_served(pool, model)
-
-    return with_pool(url, resolve)
+    return with_pool(url, lambda pool: resolve_served(pool, model))
 
 
 async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
@@ -298,7 +294,7 @@ def evaluate(
             "no run or model to evaluate was given", hint="name a run, RUN@STEP, or a model folder"
         )
     settings = chosen(*overrides)
-    on_submitted = _ignore if common.json else _print_submitted
+    on_submitted = None if common.json else _print_submitted
     done = with_pool(
         common.nats_url, lambda pool: run_evaluation(pool, target, settings, on_submitted)
     )
@@ -311,10 +307,6 @@ def evaluate(
         print_table(("metric", "value"), rows)
         _print_scores(done)
     return 0
-
-
-def _ignore(_: JobRecord) -> None:
-    """Do nothing with the job that evaluates."""
 
 
 def _print_submitted(job: JobRecord) -> None:
@@ -335,7 +327,7 @@ def _print_scores(done: Evaluated) -> None:
 def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
     """Evaluate two versions on the same tasks and print their difference."""
 
-    on_submitted = _ignore if common.json else _print_submitted
+    on_submitted = None if common.json else _print_submitted
     a, b = with_pool(
         common.nats_url, lambda pool: evaluate_both(pool, pair, settings, on_submitted)
     )

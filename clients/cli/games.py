@@ -178,14 +178,9 @@ def list_games(*, json: bool = False) -> int:
         Print JSON.
     """
     games = registered_games()
-    if json:
-        output.print_json([vars(game) for game in games])
-    else:
-        output.print_table(
-            ("game", "class", "about"),
-            [(game.name, game.target, game.description) for game in games],
-        )
-    return 0
+    rows = [(game.name, game.target, game.description) for game in games]
+    document = [vars(game) for game in games]
+    return output.print_rows(document, ("game", "class", "about"), rows, as_json=json)
 
 
 def check(
@@ -493,12 +488,9 @@ def prepare(
         Print JSON.
     """
     written = prepare_set(name, source, out, instruction)
-    if json:
-        output.print_json([{"path": str(path.path), "rows": path.rows} for path in written])
-        return 0
-    for path in written:
-        output.print_text(f"{output.literal(str(path.path))}  {path.rows} rows")
-    return 0
+    document = [{"path": str(path.path), "rows": path.rows} for path in written]
+    text = "\n".join(f"{path.path}  {path.rows} rows" for path in written)
+    return output.print_result(document, text, as_json=json)
 
 
 # `tinkermq algorithm check`: custom functions on small random tensors.

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -89,6 +89,15 @@ def print_result(value: Any, text: str, *, as_json: bool) -> int:
         print_json(value)
     else:
         print_plain(text)
+    return 0
+
+
+def print_rows(value: Any, columns: Sequence[str], rows: Iterable[Row], *, as_json: bool) -> int:
+    """Print the result of a command, as a JSON document or as a table; return its exit code."""
+    if as_json:
+        print_json(value)
+    else:
+        print_table(columns, list(rows))
     return 0
 
 

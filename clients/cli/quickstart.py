@@ -7,10 +7,9 @@ in some of its answers and to guess in the others, which learns to call it. Sums
 (`--real`) train SmolLM2-135M-Instruct, a language model, and show its answers before and after. All
 files but that model are below one folder, and no process is left behind.
 
-`tinkermq model get` and `model list` are here, too: models by short names.
+`tinkermq model get`, `model check` and `model list` are here, too.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -35,25 +34,26 @@ from cyclopts import Parameter
 from ...schemas.config.load_config import load_config
 from ...schemas.job import JobRecord
 from ...schemas.local.process import die_with
-from ...schemas.model_catalogue import CATALOGUE, catalogue_folder
+from ...schemas.model_catalogue import CATALOGUE, catalogue_folder, find_model
 from ...schemas.wire.errors import ConfigError, ModelError, StorageError
 from ..follow import RunProgress, curve_svg, text_plot
 from ..home import Home
 from ..pool import Pool
 from ..validation import resolve_paths
+from .checks import check_model_kind, print_checks
 from .live import print_submitted
 from .output import (
     literal,
     print_commands,
-    print_json,
     print_note,
     print_plain,
+    print_rows,
     print_table,
     print_text,
     stdout,
 )
 from .session import with_pool
-from .stack import start_detached, stop_detached
+from .stack import check_worker, start_detached, stop_detached
 from .supervisor import StackOptions
 from .train import show_run
 
@@ -75,21 +75,9 @@ class QuickstartExample:
 
 CALCULATOR = QuickstartExample("calculator", "held-out products")
 SUMS = QuickstartExample("sums", "held-out sums", catalogue_model="smollm2", num_questions=3)
-_NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
 _OUTPUTS = re.compile(r"\boutputs/[\w./-]+")
 """The paths in the packaged configuration."""
 _HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a copy.\n"
-
-
-def check_worker(what: str = "the quickstart trains on this machine") -> None:
-    """Raise ConfigError if the packages for `what` are not installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{what}, and {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not installed here",
-            hint="pip install 'tinkermq[worker]'",
-        )
 
 
 def write_config(folder: Path, example: QuickstartExample = CALCULATOR) -> Path:
@@ -387,6 +375,29 @@ def _target(source: str, output: Path | None) -> Path:
     )
 
 
+def check_model(
+    model: str, /, *, engine: Literal["transformers", "vllm"] = "transformers", json: bool = False
+) -> int:
+    """Check whether a model can be trained and served here, by its configuration alone.
+
+    Tells its family and kinds of layers, how the learner and the engine compute it, the layers that
+    LoRA adapts, whether it takes images, and its memory. No weights are read: a folder with
+    config.json is enough. Submissions check the same.
+
+    Parameters
+    ----------
+    model
+        A folder, a name of `tinkermq model list`, or a model of the hub (owner/name).
+    engine
+        The engine that generates.
+    json
+        Print JSON.
+    """
+    check_worker("models are checked on this machine")
+    path = str(Path(find_model(model)).expanduser())
+    return print_checks(check_model_kind(path, engine), as_json=json, model=model)
+
+
 def list_models(*, json: bool = False) -> int:
     """List the models that have short names."""
     rows = [
@@ -399,20 +410,14 @@ def list_models(*, json: bool = False) -> int:
         }
         for name, model in CATALOGUE.items()
     ]
-    if json:
-        print_json(rows)
-        return 0
-    print_table(
-        ("name", "model", "weights", "from", "folder"),
-        [
-            (
-                row["name"],
-                row["title"],
-                f"{int(str(row['weights'])) / 1e6:,.0f} M",
-                row["source"],
-                row["folder"] or "tinkermq model get " + str(row["name"]),
-            )
-            for row in rows
-        ],
-    )
-    return 0
+    shown = [
+        (
+            row["name"],
+            row["title"],
+            f"{int(str(row['weights'])) / 1e6:,.0f} M",
+            row["source"],
+            row["folder"] or "tinkermq model get " + str(row["name"]),
+        )
+        for row in rows
+    ]
+    return print_rows(rows, ("name", "model", "weights", "from", "folder"), shown, as_json=json)

@@ -113,9 +113,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
 
 async def _describe_pool(pool: Pool) -> str:
     """Describe problems that block the pool, and the used part of the user's quota."""
-    return "\n".join(
-        line for line in (await describe_trouble(pool), await _describe_quota(pool)) if line
-    )
+    return "\n".join(filter(None, (await describe_trouble(pool), await _describe_quota(pool))))
 
 
 async def describe_trouble(pool: Pool) -> str:
@@ -265,10 +263,7 @@ def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Comm
     complete
         End it as COMPLETED instead.
     """
-    record = with_pool(
-        common.nats_url,
-        _call_for_run(run, lambda pool, job: pool.stop(job, now=now, complete=complete)),
-    )
+    record = _changed(common, run, lambda pool, job: pool.stop(job, now=now, complete=complete))
     if record.state in FINAL_STATES:
         text = f"{record.name} is {record.state} already"
     else:
@@ -303,7 +298,7 @@ def pause(run: str, /, *, common: Common = COMMON) -> int:
     run
         Name or job id.
     """
-    record = with_pool(common.nats_url, _call_for_run(run, lambda pool, job: pool.pause(job)))
+    record = _changed(common, run, lambda pool, job: pool.pause(job))
     return _print_change(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
@@ -363,9 +358,7 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
         `generators=N`, `environments=N`, or `servers=N` of an inference job.
     """
     role, count = _parse_target(target)
-    record = with_pool(
-        common.nats_url, _call_for_run(run, lambda pool, job: pool.scale(job, role, count))
-    )
+    record = _changed(common, run, lambda pool, job: pool.scale(job, role, count))
     return _print_change(record, f"{record.name} shall have {count} {role}(s)", as_json=common.json)
 
 
@@ -378,14 +371,15 @@ def _parse_target(target: str) -> tuple[Literal["generator", "environment", "ser
     return _ROLES[word], int(count)
 
 
-def _call_for_run(
-    run: str, change: Callable[[Pool, str], Awaitable[JobRecord]]
-) -> Callable[[Pool], Awaitable[JobRecord]]:
-    async def work(pool: Pool) -> JobRecord:
-        record = await pool.find(run)
-        return await change(pool, record.job)
+def _changed(
+    common: Common, run: str, change: Callable[[Pool, str], Awaitable[JobRecord]]
+) -> JobRecord:
+    """Return the record of a run after a change of its job."""
 
-    return work
+    async def work(pool: Pool) -> JobRecord:
+        return await change(pool, (await pool.find(run)).job)
+
+    return with_pool(common.nats_url, work)
 
 
 def _print_change(record: JobRecord, text: str, *, as_json: bool) -> int:
@@ -407,13 +401,9 @@ def priority(run: str, value: int, /, *, common: Common = COMMON) -> int:
     value
         From -10 to 10; default 0.
     """
-
-    record = with_pool(
-        common.nats_url, _call_for_run(run, lambda pool, job: pool.priority(job, value))
-    )
-    return _print_change(
-        record, f"{record.name} has priority {record.priority}", as_json=common.json
-    )
+    record = _changed(common, run, lambda pool, job: pool.priority(job, value))
+    text = f"{record.name} has priority {record.priority}"
+    return _print_change(record, text, as_json=common.json)
 
 
 def cost(run: str | None = None, /, *, common: Common = COMMON) -> int:
@@ -576,9 +566,6 @@ def archive(run: str, /, *, undo: bool = False, common: Common = COMMON) -> int:
         Restore it, so that it can be inspected and resumed.
     """
 
-    async def work(pool: Pool) -> str:
-        return (await pool.archive_run(run, undo=undo)).name
-
-    name = with_pool(common.nats_url, work)
+    name = with_pool(common.nats_url, lambda pool: pool.archive_run(run, undo=undo)).name
     done = "unarchived" if undo else "archived"
     return print_result({done: name}, f"{name} is {done}", as_json=common.json)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 from urllib.parse import urlsplit
@@ -52,6 +52,8 @@ PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
 NATS_PORT = 4222
+_NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
+_SCHEDULER_NEEDS = ("blake3",)
 _EXAMPLES = ("examples/calculator.yaml", "outputs/quickstart.yaml")
 """Of a checkout, and of a quickstart in this folder."""
 _POLL_S = 0.1
@@ -134,6 +136,8 @@ def up(
         on=_machines(on, slots),
     )
     if running is None:
+        needs = _NEEDS if on is None else _SCHEDULER_NEEDS
+        check_worker("`up` starts a scheduler and a node on this machine", needs)
         gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
         options = options.model_copy(update={"gateway_port": gateway})
         if foreground:
@@ -164,6 +168,19 @@ def _refuse_other(running: StackState, chosen: Mapping[str, Any]) -> None:
             f"a stack is up already, at {shown_url(running.url)}, and was started without "
             f"{options.replace(' True', '')}",
             hint="stop it first: `tinkermq down`; or start another one: `--store FOLDER`",
+        )
+
+
+def check_worker(
+    what: str = "the quickstart trains on this machine", needs: Sequence[str] = _NEEDS
+) -> None:
+    """Raise ConfigError if the packages for `what` are not installed."""
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{what}, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed here",
+            hint="pip install 'tinkermq[worker]'",
         )
 
 

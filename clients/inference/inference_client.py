@@ -230,8 +230,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
 
     async def get_job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and URLs of a job, by id or run name."""
-        pool = await self._connected()
-        return self.describe_job(await pool.find(job_id))
+        return self.describe_job((await self._found(job_id))[1])
 
     def describe_job(self, record: JobRecord) -> dict[str, Any]:
         """Return a job's dict, as `submit_inference_job` does."""

@@ -10,8 +10,7 @@ from typing import Any, cast
 from ...broker.client.connection import Broker
 from ...schemas.checks import CheckResult, Outcome
 from ...schemas.config.job import JobConfig
-from ...schemas.model_apis.canonical import THINK, THOUGHT
-from ...schemas.tool_calls import CLOSE, OPEN
+from ...schemas.tool_calls import CLOSE, OPEN, THINK, THOUGHT
 from ...schemas.wire.errors import GameError, RewardError
 from ..task_folders import TaskFolders, TaskRefused
 from ..tools import example_of

@@ -339,7 +339,7 @@ class LoraConfig(Section):
         default="all-linear", json_schema_extra=when("rank")
     )
     """Names of the adapted linear layers (`[q_proj, v_proj]`); all-linear: all but the output
-    layer."""
+    layer, MLPs of a model with experts, and state spaces' `out_proj` ([families](models.md))."""
     exclude: list[str] = Field(default_factory=list[str], json_schema_extra=when("rank"))
     """Names of layers without an adapter."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(

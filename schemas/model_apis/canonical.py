@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import Field, field_validator
 
+from ..call_formats import MarkedReasoning
 from ..chat_messages import in_call_order, read_object
-from ..tool_calls import CallSplitter, overlap
+from ..tool_calls import CallSplitter
 from ..wire.codec import read_json
 from ..wire.message import Message
 
@@ -238,8 +239,6 @@ def _without(message: ModelMessage, volatile: Sequence[Volatile]) -> ModelMessag
 # are read in the format of Hermes and Qwen; malformed calls are text. White space beside reasoning
 # and calls belongs to neither.
 
-THINK, THOUGHT = "<think>", "</think>"
-
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
@@ -272,12 +271,9 @@ class ReplyReader:
         """
         self._name = name
         self._reads_calls = calls
-        self._state: Literal["begin", "reasoning", "text"] = "reasoning" if thinking else "begin"
-        if keeps_reasoning:
-            self._state = "text"
-        self._unread = ""
+        self._parts = None if keeps_reasoning else MarkedReasoning(thinking=thinking)
+        self._thinks = self._hides_space = thinking and not keeps_reasoning
         self._space = ""
-        self._hides_space = not keeps_reasoning
         self._reasoning: list[str] | None = [] if thinking else None
         self._texts: list[str] = []
         self._calls: list[CanonicalCall] = []
@@ -295,41 +291,31 @@ class ReplyReader:
 
     def push(self, text: str) -> list[Piece]:
         """Add text; return the pieces that later text cannot change."""
-        self._unread += text
-        return self._read(last=False)
+        return self._read(text, last=False)
 
     def finish(self) -> list[Piece]:
         """Return the pieces that were held back, at the end of the answer."""
-        pieces = self._read(last=True)
-        if self._state == "text" and not self._calls and self._space:
+        pieces = self._read("", last=True)
+        if not self._thinks and not self._calls and self._space:
             pieces.append(TextPiece(self._space))
             self._texts.append(self._space)
         return pieces
 
-    def _read(self, *, last: bool) -> list[Piece]:
+    def _read(self, text: str, *, last: bool) -> list[Piece]:
         pieces: list[Piece] = []
-        if self._state == "begin":
-            self._begin(last=last)
-        if self._state == "reasoning":
-            thought, closed = self._until(THOUGHT, last=last)
-            if thought and (text := self._spaced(thought)):
-                pieces.append(ReasoningPiece(text))
-                self._reasoning = [*(self._reasoning or []), text]
-            if closed:
-                self._state, self._space, self._hides_space = "text", "", True
-        if self._state == "text":
-            text, self._unread = self._unread, ""
-            self._read_text(text, pieces, last=last)
+        parts = [(False, text)] if self._parts is None else self._parts.push(text, last=last)
+        for thinks, part in parts:
+            if thinks != self._thinks:
+                self._thinks, self._space, self._hides_space = thinks, "", True
+            if not thinks:
+                self._read_text(part, pieces, last=False)
+                continue
+            self._reasoning = self._reasoning or []
+            if thought := self._spaced(part):
+                pieces.append(ReasoningPiece(thought))
+                self._reasoning.append(thought)
+        self._read_text("", pieces, last=last)
         return pieces
-
-    def _begin(self, *, last: bool) -> None:
-        """Decide from the first characters whether the answer begins with reasoning."""
-        first = self._unread.lstrip()
-        if first.startswith(THINK):
-            self._state, self._unread = "reasoning", first.removeprefix(THINK)
-            self._reasoning = []
-        elif last or (first and not THINK.startswith(first)):
-            self._state, self._hides_space = "text", False
 
     def _read_text(self, text: str, pieces: list[Piece], *, last: bool) -> None:
         """Read text and tool calls."""
@@ -341,20 +327,12 @@ class ReplyReader:
                 pieces += self._text_piece(piece)
                 continue
             for read in piece:
-                call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
+                own = f"{self._name}{len(self._calls):03}"
+                call_id = f"{read.id}-{own}" if read.id else own
+                call = CanonicalCall(read.name, read.arguments, call_id)
                 self._calls.append(call)
                 pieces.append(call)
             self._space, self._hides_space = "", True
-
-    def _until(self, mark: str, *, last: bool) -> tuple[str, bool]:
-        """Read up to a mark, and return whether it was found; hold back a possible beginning."""
-        before, closed, after = self._unread.partition(mark)
-        if closed:
-            self._unread = after
-            return before, True
-        held = 0 if last else overlap(before, mark)
-        self._unread = before[len(before) - held :]
-        return before[: len(before) - held], False
 
     def _text_piece(self, text: str) -> list[Piece]:
         ready = self._spaced(text)

@@ -11,8 +11,9 @@ from typing import Any
 from ..agent import CallPart
 from ..generation import Delta, TextPart
 from ..infer import InferPart
+from ..tool_calls import THINK
 from .answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, TokenLogprob, Usage
-from .canonical import THINK, CanonicalCall, Piece, ReplyReader, TextPiece, call_name
+from .canonical import CanonicalCall, Piece, ReplyReader, TextPiece, call_name
 from .chat import CHAT, OpenAIAnswer
 from .request import ModelRequest
 

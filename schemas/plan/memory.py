@@ -417,9 +417,24 @@ class EngineLoad:
 
     @property
     def token_bytes(self) -> int:
-        """KV cache of one token on one card."""
-        heads = max(1, self.shape.kv_heads // self.cards)
-        return 2 * self.shape.layers * heads * self.shape.head_size * self.cache_bytes
+        """KV cache of one token on one card; cards divide heads, and what is latent has none.
+
+        The transformers engine holds all tokens in layers that see a window, too.
+        """
+        cache = self.shape.cache
+        divided = 1 if cache.is_latent else max(1, min(self.cards, self.shape.kv_heads))
+        return cache.token_bytes(self.cache_bytes) // divided
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent states of one request on one card."""
+        return self.shape.cache.state_bytes(self.cache_bytes) // self.cards
+
+    @property
+    def num_snapshots(self) -> int:
+        """Prompts or conversations of half the context that `earlier turns` holds."""
+        each = self.state_bytes + self.token_bytes * self.max_context // 2
+        return _PREFIX_CACHE_BYTES // max(1, each)
 
 
 def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
@@ -446,6 +461,9 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
             Term("weights of the next version", weights, "set generator.engine=vllm"),
             Term("earlier turns", _PREFIX_CACHE_BYTES),
         ]
+    if load.state_bytes:
+        states = load.state_bytes * load.max_requests
+        terms.append(Term("recurrent states", states, "lower generator.max_requests"))
     usable = usable_bytes(memory_bytes, load.share)
     left = max(0, usable - sum(term.num_bytes for term in terms))
     cache = load.kv_cache_bytes or min(

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from ..model_catalogue import CATALOGUE, catalogue_folder
 from ..wire.errors import ModelError
+from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -30,6 +31,8 @@ _SCALED_BY_FACTOR = ("yarn", "linear")
 """Kinds of scaled rotary positions that may exceed `max_position_embeddings`."""
 _MOVING = ("dynamic", "longrope", "su")
 """Kinds whose positions change beyond a length, and then for all sequences of a batch."""
+
+_NO_CACHE = CacheWidths()
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class ModelShape:
     """Experts of a layer; 0: it is dense."""
     chosen_experts: int = 0
     """Experts that read a token."""
+    cache: CacheWidths = _NO_CACHE
+    """What an engine holds of a request."""
 
     @property
     def is_unknown(self) -> bool:
@@ -192,7 +197,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
-    hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+    hidden = first_of(text, "hidden_size", "n_embd")
+    heads = first_of(text, "num_attention_heads", "n_head")
     kv_heads = int(text.get("num_key_value_heads") or heads)
     head_size = int(text.get("head_dim") or hidden // heads)
     own = str(text.get("model_type", kind))
@@ -202,11 +208,11 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
     attention = 2 * hidden * (wide + narrow) + (wide + 2 * narrow if biased else 0)
     attention += 2 * hidden + (2 * head_size if normed else 0)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-    width = int(text["intermediate_size"])
+    width = first_of({"": 4 * hidden, **text}, "intermediate_size", "ffn_dim", "n_inner", "")
     mlp = active = 3 * hidden * width
     chosen = 0
     if experts:
-        chosen = int(text["num_experts_per_tok"])
+        chosen = first_of(text, "num_experts_per_tok", "num_experts_per_token")
         each = int(text.get("moe_intermediate_size") or width)
         shared = int(text.get("shared_expert_intermediate_size") or 0)
         router = hidden * experts
@@ -216,7 +222,7 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
     return ModelShape(
         kind=own,
         hidden=hidden,
-        layers=int(text["num_hidden_layers"]),
+        layers=len(layer_kinds(text)),
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
@@ -228,6 +234,7 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
         active_layer_weights=attention + active,
         experts=experts,
         chosen_experts=chosen,
+        cache=cache_widths(text),
     )
 
 
@@ -309,13 +316,19 @@ def find_shape(path: str) -> ModelShape | None:
     return None if known is None else shape_of(known)
 
 
+def find_config(path: str) -> dict[str, Any] | None:
+    """Return a model's local config.json, of an adapter that of its base; None: there is none."""
+    match, seen = _find_config(path), {path}
+    while match is None and (base := _base_of(path)) is not None and base not in seen:
+        path, match = base, _find_config(base)
+        seen.add(base)
+    return None if match is None else match[0]
+
+
 def find_max_positions(path: str) -> int:
     """Return the longest sequence of a model with a local config.json; 0: unknown."""
-    match = _find_config(path)
-    if match is None:
-        base = _base_of(path)
-        return 0 if base is None else find_max_positions(base)
-    return count_positions(match[0])
+    config = find_config(path)
+    return 0 if config is None else count_positions(config)
 
 
 def count_positions(config: Mapping[str, Any]) -> int:

@@ -18,6 +18,7 @@ from ..wire.errors import ConfigError, PlacementError
 from .cards import CardSet, GpuCard, find_card
 from .memory import (
     GIB,
+    EngineLoad,
     Term,
     adapter_weights,
     engine_terms,
@@ -40,6 +41,8 @@ from .settings import (
     held_bytes,
     with_memory_share,
 )
+
+_KIB = 1 << 10
 
 # -- memory of the actors --------------------------------------------------------------------------
 
@@ -386,6 +389,7 @@ class Plan:
     models: JobModels
     learner: LearnerSettings
     engine: EngineSettings
+    load: EngineLoad
     actors: list[ActorMemory]
     times: StepTimes
     reached: Efficiencies
@@ -395,7 +399,11 @@ class Plan:
     """Whether learner and generator are on one card."""
     use: GpuUse | None = None
     """How they share it, if they fit."""
-    is_vllm: bool = False
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether generators compute with vLLM."""
+        return self.load.is_vllm
 
     def to_map(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
@@ -410,6 +418,11 @@ class Plan:
                 "weights": self.models.policy.weights,
                 "layers": self.models.policy.layers,
                 "hidden": self.models.policy.hidden,
+            },
+            "request": {
+                "token_bytes": self.load.token_bytes,
+                "state_bytes": self.load.state_bytes,
+                "snapshots": self.load.num_snapshots,
             },
             "settings": {
                 "learner.microbatch_tokens": self.learner.microbatch_tokens,
@@ -442,6 +455,8 @@ class Plan:
             )
             order = sorted(actor.terms, key=lambda term: -term.num_bytes)
             lines += [f"  {term.num_bytes / GIB:7.2f} GiB  {term.name}" for term in order]
+            if actor.actor == "generator" and (request := self._request()):
+                lines.append(f"  {request}")
             lines.append(f"  largest: {actor.largest.name}; {actor.largest.remedy}")
             if actor.host_terms:
                 on_host = (f"{_gib(term.num_bytes)} {term.name}" for term in actor.host_terms)
@@ -462,6 +477,20 @@ class Plan:
             "their longest"
         )
         return lines
+
+    def _request(self) -> str:
+        """Return what a request holds, of a model with more than keys and values of all tokens."""
+        load, cache = self.load, self.models.policy.cache
+        if not (load.state_bytes or cache.is_latent or cache.window):
+            return ""
+        held = f"a request holds {load.token_bytes / _KIB:.4g} KiB a token"
+        if cache.window and not self.is_vllm:
+            held += f", all tokens in layers with a window of {cache.window}, too"
+        if load.state_bytes:
+            held += f", {load.state_bytes / _KIB:.4g} KiB of recurrent states"
+            if not self.is_vllm:
+                held += f"; earlier turns hold {load.num_snapshots} of half the context"
+        return held
 
     def _settings(self) -> list[str]:
         """Return the keys and values with which the job runs."""
@@ -526,13 +555,13 @@ def make_plan(
         models,
         learner,
         engine,
+        find_engine_load(job, models, engine),
         actors,
         estimate_times(job, models, cards, learner, engine, reached),
         reached,
         refusal,
         shared,
         use,
-        job.generator.engine == "vllm",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..config.job import JobConfig
 from ..config.sections import resolve_dtype
 from ..wire.errors import ConfigError, ModelError
-from . import memory, model_shape
+from . import memory, model_refusals, model_shape
 from .cards import GpuCard
 
 _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
@@ -96,22 +96,30 @@ def _shapes(paths: Iterable[str]) -> tuple[model_shape.ModelShape, ...] | None:
     return known if len(known) == len(shapes) else None
 
 
-def refuse_long_contexts(job: JobConfig) -> None:
-    """Raise ModelError for sequences longer than the positions of a model of the job.
+def refuse_models(job: JobConfig, *, trains: bool = True) -> None:
+    """Raise ModelError for a model of a job that cannot be used, as its config.json says.
 
-    A model without a local config.json passes: its generator checks them. Services of the Tinker
-    API use the lengths of each request, and conversations without validation the lengths of their
-    rows.
+    Such as one without a decoder, or with fewer positions than the job's sequences. A model without
+    a local config.json passes: the job's actors check it. Services of the Tinker API use the
+    lengths of each request, and conversations without validation the lengths of their rows.
     """
-    if job.tinker.base or (job.sft.data and not job.validates):
-        return
     algorithm = job.algorithm
     played = [job.model.path, *job.policies.values()]
     scored = [job.critic.path, algorithm.reference.path, *algorithm.loaded_teachers.values()]
     needed = [(path, _max_context(job)) for path in played]
     needed += [(path, job.rollout.max_tokens) for path in scored if path is not None]
+    is_bounded = not job.tinker.base and (not job.sft.data or job.validates)
     for path, max_tokens in needed:
-        model_shape.refuse_long_sequences(path, max_tokens, model_shape.find_max_positions(path))
+        config = model_shape.find_config(path)
+        if config is None:
+            continue
+        model_refusals.refuse_without_decoder(path, config)
+        if trains or job.generator.engine == "transformers":
+            model_refusals.refuse_quantised(path, config)
+        model_refusals.refuse_long_windows(path, config)
+        if is_bounded:
+            positions = model_shape.count_positions(config)
+            model_shape.refuse_long_sequences(path, max_tokens, positions)
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Checkpoints, training runs and sessions of the Tinker API."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import Field
 
@@ -79,11 +79,14 @@ class CheckpointPage(Message):
     """Number of all."""
 
 
+CheckpointAction: TypeAlias = Literal["delete", "publish", "unpublish", "expire"]
+
+
 class ChangeCheckpoint(Message):
     """Change one of the user's checkpoints."""
 
     path: Path
-    action: Literal["delete", "publish", "unpublish", "expire"]
+    action: CheckpointAction
     ttl_s: int | None = Field(default=None, ge=1, le=10**10)
     """Seconds from now, with `expire`; null: never."""
 

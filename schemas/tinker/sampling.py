@@ -1,13 +1,12 @@
 """Sampling through the Tinker API."""
 
-import base64
-import binascii
 import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from pydantic import Field
 
+from ..wire.codec import from_base64url, to_base64url
 from ..wire.errors import NotFoundError
 from ..wire.message import Message
 from .checkpoints import CheckpointExport
@@ -39,8 +38,8 @@ class SamplerName:
         try:
             if match is None:
                 raise ValueError
-            source = base64.urlsafe_b64decode(match[3] + "=" * (-len(match[3]) % 4)).decode()
-        except (ValueError, binascii.Error):
+            source = from_base64url(match[3]).decode()
+        except ValueError:
             raise NotFoundError(
                 f"there is no sampling session {text[:80]!r}",
                 hint="create_sampling_session returns the id of one",
@@ -75,8 +74,7 @@ class SamplerName:
         return CheckpointName.parse(self.source.removeprefix(_MOVES))
 
     def __str__(self) -> str:
-        coded = base64.urlsafe_b64encode(self.source.encode()).decode().rstrip("=")
-        return f"{self.session}:sample:{self.number}:{coded}"
+        return f"{self.session}:sample:{self.number}:{to_base64url(self.source.encode())}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ size of a message. bfloat16 has no NumPy dtype: it travels as raw bytes in the w
 and never here.
 """
 
+import base64
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -142,6 +143,16 @@ class _Counting:
         if self._left < 0:
             raise MessageError(f"the payload holds more than {MAX_CONTAINERS:,} lists and maps")
         return value
+
+
+def to_base64url(data: bytes) -> str:
+    """Return bytes as text for URLs and file names, without padding (RFC 4648, section 5)."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def from_base64url(text: str) -> bytes:
+    """Return the bytes of such a text; raises ValueError."""
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
 def too_large(num_bytes: int, max_bytes: int) -> MessageError:

@@ -91,7 +91,7 @@ def test_a_model_that_sees_has_no_faults(tmp_path: Path) -> None:
 
 def test_a_reward_model_is_refused_by_name(model: Path) -> None:
     edit(model / "config.json", architectures=["Qwen2ForSequenceClassification"])
-    said = faults(model)[WEIGHTS]
+    said = faults(model)["family"]
     assert "is a classifier or reward model (Qwen2ForSequenceClassification)" in said
     assert "env.reward" in said
 

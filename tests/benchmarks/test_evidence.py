@@ -19,7 +19,7 @@ from benchmarks.evidence.cells import SEEDS, Cell, Results
 from benchmarks.evidence.comparisons import Difference
 from benchmarks.evidence.lagged import Curve, LaggedRun, copied_weights
 from benchmarks.evidence.pooled import Played, mixed_shares
-from benchmarks.evidence.tables import PAGE, filled
+from benchmarks.evidence.tables import DOCS, PAGES, filled
 from benchmarks.tailed_game import LONGEST_S, SHORTEST_S, TailedGuessGame, draw_delay_s
 from benchmarks.tasks import addition_job, in_training_order, warm_model
 
@@ -95,9 +95,9 @@ def test_an_early_end_leaves_whole_seeds_of_the_language_model() -> None:
     assert {cell.seed for cell in cells} == set(SEEDS)
 
 
-def test_the_page_says_what_the_results_say() -> None:
-    page = PAGE.read_text()
-    assert filled(page) == page, "python -m benchmarks.evidence.tables"
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_the_results_say(page: str) -> None:
+    assert filled(page) == (DOCS / page).read_text(), "python -m benchmarks.evidence.tables"
 
 
 def test_the_page_of_gomoku_says_what_its_results_say() -> None:

@@ -21,7 +21,7 @@ from tinkermq.schemas.plan.settings import (
     GpuUse,
     choose_engine_settings,
     find_models,
-    refuse_long_contexts,
+    refuse_models,
     with_engine_settings,
     with_memory_share,
 )
@@ -617,24 +617,64 @@ def test_sequences_longer_than_a_model_of_the_job_are_refused(
     model_of(tmp_path / "short", 1024)
     model = model_of(tmp_path / "long", 2048)
     lengths = {"max_prompt_tokens": 1024, "max_response_tokens": 1024, "max_turn_tokens": 64}
-    refuse_long_contexts(job_of(model, rollout=lengths, generator={"max_context": 2048}))
+    refuse_models(job_of(model, rollout=lengths, generator={"max_context": 2048}))
     changed = {name: {**value} for name, value in sections.items()}
     changed["rollout"] = {**lengths, **sections.get("rollout", {})}
     with pytest.raises(
         ModelError, match=r"of up to 20\d\d tokens .* positions for (1024|2048)"
     ) as it:
-        refuse_long_contexts(job_of(model, **changed))
+        refuse_models(job_of(model, **changed))
     assert "rollout.max_prompt_tokens" in it.value.hint
 
 
 def test_lengths_of_unknown_models_and_of_rows_are_not_judged(tmp_path: Path) -> None:
-    refuse_long_contexts(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
+    refuse_models(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
     model = model_of(tmp_path / "short", 64)
-    refuse_long_contexts(
+    refuse_models(
         job_of(model, tinker={"base": "org/base"}, env={"game": "", "hosts": 0, "num_val": 0})
     )
     rows = {"sft": {"data": ["chats.jsonl"]}, "env": {"game": "", "hosts": 0, "num_val": 0}}
-    refuse_long_contexts(job_of(model, **rows))
+    refuse_models(job_of(model, **rows))
+
+
+def test_a_plan_tells_what_a_request_holds_of_windows_latents_and_states(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+    }
+    hybrid = {
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    window = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 128}
+    told = {}
+    for name, layers in {"hybrid": hybrid, "latent": latent, "window": window}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": name, **sizes, **layers})
+        )
+        plan = plan_of(job_of(tmp_path / name, generator={"engine": "transformers"}), "2xH100")
+        told[name] = plan.to_map()["request"] | {"line": plan.lines()}
+    # One layer of keys and values; three states of 4 x 8 x 8, and convolutions over 2 x 16 + 32.
+    assert told["hybrid"]["token_bytes"] == 2 * 2 * 16 * 2
+    assert told["hybrid"]["state_bytes"] == 3 * (4 * 4 * 8 * 8 + 2 * 4 * (2 * 16 + 32))
+    held = told["hybrid"]["state_bytes"] + told["hybrid"]["token_bytes"] * 1024
+    assert told["hybrid"]["snapshots"] == GIB // held
+    assert told["latent"]["token_bytes"] == 2 * (32 + 8) * 2
+    assert told["window"]["token_bytes"] == 2 * 2 * 64 * 2
+    assert any("window of 128" in line for line in told["window"]["line"])
+    assert any("recurrent states" in line for line in told["hybrid"]["line"])
 
 
 # -- times -----------------------------------------------------------------------------------------

@@ -9,21 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.schemas.argument_types import argument_value
+from tinkermq.schemas.call_formats import FORMATS, AnswerConverter, in_hermes_form
 from tinkermq.schemas.model_apis.canonical import ReplyReader, parse_reply
 from tinkermq.schemas.tool_calls import (
     CLOSE,
-    FORMATS,
     OPEN,
-    UNTYPED,
     CallFormat,
-    ToolText,
-    certain_length,
-    glm,
-    in_hermes_form,
-    llama,
-    mistral,
+    CallSplitter,
     parse_tool_calls,
-    qwen_xml,
     read_call,
 )
 
@@ -37,7 +30,7 @@ CASES: list[dict[str, Any]] = [
 READ = {case["tag"]: case["calls"] for case in CASES if "tag" in case and case["calls"]}
 TEXTS = [case["tag"] for case in CASES if "tag" in case and not case["calls"]] + ["[" * 3000]
 OWN = [case for case in CASES if "format" in case]
-BY_NAME = {read.__name__: read for read in FORMATS}
+BY_NAME = {form.name: form for form in FORMATS}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 
 
@@ -120,18 +113,13 @@ BITS = [*READ, *TEXTS[:-1], OPEN, CLOSE, OPEN, CLOSE, '{"name": "', '"', "\\", "
 )
 def test_bit_by_bit_is_read_what_the_whole_is(bits: list[str], cuts: list[int]) -> None:
     whole = "".join(bits)
-    stream, reader, told, at, turn = ToolText(parse=True, name="c"), _reader(), "", 0, 0
+    reader, at, turn = _reader(), 0, 0
     while at < len(whole):
         bit = whole[at : at + cuts[turn % len(cuts)]]
-        told += stream.push(bit)
         reader.push(bit)
         at, turn = at + len(bit), turn + 1
-    rest, calls = stream.finish()
     reader.finish()
-    text, wanted = parse_tool_calls(whole, "c")
-    assert calls == wanted
-    assert (told + rest).strip() == text.strip()
-    assert calls or told + rest == whole
+    _, calls = parse_tool_calls(whole, "c")
     reply = parse_reply(whole, "c", calls=True)
     assert (reader.reply, reader.reply.calls) == (reply, reply.calls)
     names = [call["function"]["name"] for call in calls]
@@ -141,33 +129,27 @@ def test_bit_by_bit_is_read_what_the_whole_is(bits: list[str], cuts: list[int]) 
 def test_an_answer_that_repeats_broken_tags_is_read_in_little_time() -> None:
     started = time.process_time()
     for broken in (f'{OPEN}{{"a{CALL[-12:]}x"', OPEN, f'{OPEN}[{{"{CLOSE}', f'"{CLOSE}{OPEN}'):
-        stream = ToolText(parse=True)
-        told = "".join(stream.push(broken) for _ in range(500))
-        rest, calls = stream.finish()
-        assert (told + rest, calls) == (broken * 500, [])
+        stream = CallSplitter()
+        told = [piece for _ in range(500) for piece in stream.push(broken)]
+        told += stream.push("", last=True)
+        assert "".join(map(str, told)) == broken * 500
     assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 200])
 def test_a_call_is_held_back_while_the_text_before_it_flows(size: int) -> None:
-    whole = f"a < b, so {CALL}"
-    stream = ToolText(parse=True)
-    told = "".join(stream.push(whole[at : at + size]) for at in range(0, len(whole), size))
-    assert told == "a < b, so "
-    rest, calls = stream.finish()
-    assert (rest, len(calls)) == ("", 1)
+    whole = f"a < b, so {CALL[:-1]}"
+    stream = CallSplitter()
+    told = [p for at in range(0, len(whole), size) for p in stream.push(whole[at : at + size])]
+    assert "".join(map(str, told)) == "a < b, so "
+    (calls,) = stream.push(CALL[-1])
+    assert len(calls) == 1
 
 
 def test_an_unfinished_marker_is_told_at_the_end() -> None:
-    stream = ToolText(parse=True)
-    assert stream.push("x <tool_c") == "x "
-    assert stream.finish() == ("<tool_c", [])
-
-
-def test_without_tools_everything_is_text() -> None:
-    stream = ToolText(parse=False)
-    assert stream.push(CALL) == CALL
-    assert stream.finish() == ("", [])
+    stream = CallSplitter()
+    assert [*stream.push("x <tool_c")] == ["x "]
+    assert [*stream.push("", last=True)] == ["<tool_c"]
 
 
 # -- Tool calls in models' own formats: what is well formed is read, all else stays text -----------
@@ -275,17 +257,19 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
     ({"description": "anything"}, "5", "5"),
 ]
-WRITTEN: dict[CallFormat, str] = {
-    qwen_xml: "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n"
+WRITTEN: dict[str, str] = {
+    "qwen_xml": "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n"
     "</tool_call>",
-    glm: "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "glm": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
 }
 
 
-@pytest.mark.parametrize("read", UNTYPED)
+@pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(("schema", "text", "value"), TYPED)
 def test_an_argument_in_xml_has_the_type_that_its_schema_allows(
-    read: CallFormat, schema: dict[str, Any], text: str, value: Any
+    name: str, schema: dict[str, Any], text: str, value: Any
 ) -> None:
     top = {"$defs": DEFS, "definitions": {"size": {"type": "number"}}}
     own: dict[str, Any] = {"type": "object", "properties": {"x": schema}, **top}
@@ -297,7 +281,7 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(
         {"type": "object", "additionalProperties": schema, **top},
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        told = in_hermes_form(WRITTEN[read].replace("{}", text), read, [tool])
+        told = in_hermes_form(WRITTEN[name].replace("{}", text), BY_NAME[name], [tool])
         (call,) = parse_reply(told, "c", calls=True).calls
         assert json.dumps(call.value) == json.dumps({"x": value})
 
@@ -308,37 +292,38 @@ def test_a_schema_of_references_to_references_is_read_once_each() -> None:
     assert argument_value("5", {**schema, "additionalProperties": {"$ref": "#/$defs/d0"}}, "x") == 5
 
 
-@pytest.mark.parametrize("read", FORMATS)
-def test_a_call_that_is_only_thought_of_is_no_call(read: CallFormat) -> None:
+@pytest.mark.parametrize("case", OWN, ids=lambda case: f"{case['format']} {case['text']}")
+def test_an_answer_is_converted_alike_whatever_its_pieces_are(case: dict[str, Any]) -> None:
+    form, text = BY_NAME[case["format"]], case["text"]
+    for before, thinking in (
+        ("", False),
+        ("a < b", False),
+        ("<think>\nhm</think> ", False),
+        ("hm</think>", True),
+    ):
+        whole = before + text
+        wanted = in_hermes_form(whole, form, TOOLS, thinking=thinking)
+        cuts = [[at] for at in range(len(whole))] + [list(range(0, len(whole), n)) for n in (1, 3)]
+        for cut in cuts:
+            convert = AnswerConverter(form, TOOLS, thinking=thinking)
+            said = ""
+            for begin, end in zip([0, *cut], [*cut, len(whole)], strict=True):
+                said += convert.push(whole[begin:end])
+                assert wanted.startswith(said)
+            assert said + convert.push("", last=True) == wanted
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_call_that_is_only_thought_of_is_no_call(form: CallFormat) -> None:
     for case in OWN:
-        if case["calls"] and case["format"] == read.__name__:
+        if case["calls"] and case["format"] == form.name:
             thought = f"<think>\nI could write {case['text']}"
-            assert in_hermes_form(thought, read, TOOLS) == thought
+            assert in_hermes_form(thought, form, TOOLS) == thought
+            assert in_hermes_form(thought[8:], form, TOOLS, thinking=True) == thought[8:]
 
 
-@settings(max_examples=150, deadline=None, database=None, derandomize=True)
-@given(data=st.data(), cut=st.floats(0, 1))
-@pytest.mark.parametrize("read", FORMATS)
-def test_what_is_told_of_a_growing_answer_stays(read: CallFormat, data: Any, cut: float) -> None:
-    own = [case["text"] for case in OWN if case["format"] == read.__name__]
-    bits = [*own, "<think>", "</think>", " \n", "a < b", "{", "[", "x", "<tool_c", "[TOOL"]
-    whole = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=5)))
-    begun = whole[: round(cut * len(whole))]
-    certain = begun[: certain_length(begun, read)]
-    assert in_hermes_form(whole, read, TOOLS).startswith(certain)
-
-
-def test_text_before_a_call_is_told_as_it_comes() -> None:
-    assert certain_length("<think>hm", llama) == len("<think>hm")
-    assert certain_length("The answer", llama) == len("The answer")
-    assert certain_length('{"name"', llama) == 0
-    assert certain_length("So [TOOL_C", mistral) == len("So")
-    assert certain_length("So\n<tool_call>\n<function", qwen_xml) == len("So")
-    assert certain_length("a <b", qwen_xml) == len("a <b")
-
-
-@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("text", ["", " ", "plain", "{", "[", "<tool_call>", "[TOOL_CALLS]", ONE])
-def test_other_text_is_as_it_was(read: CallFormat, text: str) -> None:
-    assert in_hermes_form(text, read, TOOLS) == text
-    assert in_hermes_form(text, read, []) == text
+def test_other_text_is_as_it_was(form: CallFormat, text: str) -> None:
+    assert in_hermes_form(text, form, TOOLS) == text
+    assert in_hermes_form(text, form, []) == text

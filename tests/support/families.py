@@ -10,88 +10,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from tinkermq.actors.engine.transformers.decoder import load_decoder
+from tinkermq.actors.engine.transformers.adapters import EngineAdapter
+from tinkermq.actors.engine.transformers.decoder import FedTokens, SlotDecoder, load_decoder
+from tinkermq.actors.model_kind import kind_checks
 from tinkermq.actors.policy.layers import needs_masks
+from tinkermq.actors.policy.lora import layer_names, merge, policy_tensors
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy, save_model
+from tinkermq.actors.policy.small_copy import SIZES, VOCABULARY, draw_zeros
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.varlen import choose_attention, set_attention
+from tinkermq.schemas.checks import run_checks
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.sections import LoraConfig
+from tinkermq.schemas.plan.cache_shape import cache_widths
 from tinkermq.schemas.wire.errors import TinkermqError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 PAGE = Path("docs/models.md")
-WINDOW = 8
-VOCAB = 300
+WINDOW, PROMPT = 8, 12
+VOCAB = VOCABULARY
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **SIZES,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    "n_layer": 4,
     "max_position_embeddings": 256,
+    "n_positions": 256,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
+    "attention_window_size": WINDOW,
     "attention_dropout": 0.0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    # GPT-2 and its like
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 256,
-    "ffn_hidden_size": 48,
-    # experts
-    "moe_intermediate_size": 16,
-    "expert_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
     "first_k_dense_replace": 1,
-    # latent attention
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    # linear attention and state spaces
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_expand": 2,
-    "mamba_d_conv": 4,
-    "mamba_dt_rank": 4,
-    "n_mamba_heads": 4,
-    "ssm_state_size": 8,
-    "lru_width": 32,
-    "attention_window_size": WINDOW,
-    # Gemma 3n and 4
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 1,
-    "global_head_dim": 16,
 }
 _ALWAYS = ("hidden_size", "num_hidden_layers", "vocab_size")
 
-Row = tuple[str, str]
-"""What the learner does, and what the transformers engine does."""
+Row = tuple[str, str, str]
+"""What the learner does, what the transformers engine does, and which layers LoRA adapts."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Arcee Trinity", {}),
@@ -104,13 +65,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Command R7B, Command A", {}),
     "cwm": ("Code World Model", {}),
     "deepseek_v3": ("DeepSeek V3, R1", {}),
-    "deepseek_v32": ("DeepSeek V3.2", {}),
+    "deepseek_v32": ("DeepSeek V3.2", {"index_topk": 4}),
     "ernie4_5": ("ERNIE 4.5", {}),
     "ernie4_5_moe": ("ERNIE 4.5 with experts", {}),
     "exaone4": ("EXAONE 4", {}),
     "exaone_moe": ("K-EXAONE", {}),
     "falcon": ("Falcon", {"head_dim": None, "num_key_value_heads": None}),
-    "falcon_h1": ("Falcon H1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}),
+    "falcon_h1": ("Falcon H1", {"mamba_d_head": 16}),
     "falcon_mamba": ("Falcon Mamba", {"layer_types": None}),
     "flex_olmo": ("FlexOlmo", {}),
     "gemma": ("Gemma", {}),
@@ -122,7 +83,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("GLM 4 (2025)", {}),
     "glm4_moe": ("GLM 4.5 to 4.7", {}),
     "glm4_moe_lite": ("GLM 4.7 Flash", {}),
-    "glm_moe_dsa": ("GLM 5", {}),
+    "glm_moe_dsa": ("GLM 5", {"index_topk": 4}),
     "gpt2": ("GPT-2", {}),
     "gpt_neox": ("Pythia", {}),
     "gpt_oss": ("gpt-oss", {}),
@@ -135,13 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("Jamba", {"layer_types": None, "attn_layer_period": 2, "attn_layer_offset": 1}),
     "kimi_linear": (
         "Kimi Linear",
-        {
-            "num_expert_group": 1,
-            "topk_group": 1,
-            "num_experts_per_token": 2,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-        },
+        {"topk_group": 1},
     ),
     "lfm2": ("LFM2", {"layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe": ("LFM2 with experts", {"layer_types": ["conv", "full_attention"] * 2}),
@@ -158,7 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {}),
     "nanochat": ("nanochat", {}),
     "nemotron": ("Nemotron 3 and 4, Minitron", {"head_dim": 8, "num_key_value_heads": 2}),
-    "nemotron_h": ("Nemotron H, Nano 2 and 3", {"n_groups": 1, "hybrid_override_pattern": "M*M*"}),
+    "nemotron_h": ("Nemotron H, Nano 2 and 3", {"hybrid_override_pattern": "M*M*"}),
     "olmo": ("OLMo", {}),
     "olmo2": ("OLMo 2", {}),
     "olmo3": ("OLMo 3", {}),
@@ -200,8 +155,8 @@ QUICK = (
 """Families that have all kinds of layers among them."""
 
 
-def make_model(family: str) -> PreTrainedModel:
-    """Return a random model of a family, four layers with every kind that the family has."""
+def make_config(family: str) -> PreTrainedConfig:
+    """Return a small configuration of a family, four layers with every kind that it has."""
     plain: Any = AutoConfig.for_model(family)
     defaults: dict[str, Any] = plain.to_dict()
     settings = {
@@ -214,12 +169,14 @@ def make_model(family: str) -> PreTrainedModel:
     if kinds := defaults.get("layer_types"):
         settings["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
     settings |= FAMILIES[family][1]
-    config = type(plain)(**{name: value for name, value in settings.items() if value is not None})
+    return type(plain)(**{name: value for name, value in settings.items() if value is not None})
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """Return a random model of `make_config`."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
-    for name, weight in model.named_parameters():
-        if "sink" in name:
-            torch.nn.init.normal_(weight)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(family)).eval()
+    draw_zeros(model)
     return model
 
 
@@ -234,57 +191,155 @@ def plain_logprobs(
 
 
 def row_of(family: str) -> Row:
-    """Run a family's tiny model in the learner and the engine; return the row of the table."""
+    """Run a family's tiny model in the learner and the engine; return the row of the table.
+
+    Raises AssertionError for log-probs, adapters or an estimate of memory that are not right.
+    """
     model = make_model(family)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        decoder = None
         try:
-            load_decoder(folder, dtype=torch.float32, device="cpu", max_slots=4, max_tokens=128)
+            decoder = _decoder(folder)
             engine = "yes"
+            _check_memory(decoder, model)
         except TinkermqError as error:
             engine = f"no: {error.message.replace(f'model {folder}', 'it')}"
-    return _learner(model), engine
+        learner = _learner(model)
+        _check_kind(folder, learner, engine)
+        lora = "no" if learner.startswith("no") else adapt(Path(folder), decoder)
+    return learner, engine, lora
+
+
+def _decoder(folder: str) -> SlotDecoder:
+    return load_decoder(folder, dtype=torch.float32, device="cpu", max_slots=4, max_tokens=128)
+
+
+def _check_memory(decoder: SlotDecoder, model: PreTrainedModel) -> None:
+    """Compare what `tinkermq plan` computes from the configuration with what the cache has."""
+    spans = [FedTokens(slot, 0, np.arange(3, 20, dtype=np.int32)) for slot in range(3)]
+    list(decoder.prefill(spans))
+    widths = cache_widths(model.config.get_text_config().to_dict())
+    cache = decoder.cache
+    tokens = cache.num_slots * cache.num_tokens
+    told = widths.token_bytes(4) * tokens + widths.state_bytes(4) * cache.num_slots
+    assert told == pytest.approx(cache.num_bytes, rel=0.1)
+
+
+def _check_kind(folder: str, learner: str, engine: str) -> None:
+    """Compare what `tinkermq model check` says, by the configuration, with what was computed."""
+    job = JobConfig.model_validate({"model": {"path": folder}, "env": {"game": "none"}})
+    results = {result.name: result for result in run_checks(kind_checks(job, alone=True))}
+    said = results["learner"]
+    ways = {"packed": "packed rows", "a row each": "a row for each sequence"}
+    assert said.ok == (learner in ways), said
+    assert said.detail.startswith(ways.get(learner, "")), said
+    assert results["transformers engine"].ok == (engine == "yes"), results["transformers engine"]
+    skipped = [results[name] for name in _TRIED if results[name].outcome == "skipped"]
+    assert skipped == [], skipped
+
+
+_TRIED = ("family", "layers", "learner", "transformers engine", "LoRA", "memory")
+
+
+def adapt(folder: Path, decoder: SlotDecoder | None) -> str:
+    """Train an adapter for a step, and compute it merged and in the engine; return its layers."""
+    config = LoraConfig(rank=2)
+    model = load_policy(str(folder), config, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(2)
+    tensors = policy_tensors(model)
+    for name, tensor in tensors.items():
+        if ".lora_B" in name:
+            tensor.data.normal_(std=0.1, generator=noise)
+    scorer = _scorer(model)
+    loss = -_scores(scorer).mean()
+    loss.backward()
+    assert torch.isfinite(loss)
+    unused = [name for name, each in tensors.items() if each.grad is None or not each.grad.any()]
+    assert unused == [], unused
+    with torch.no_grad():
+        for tensor in tensors.values():
+            assert tensor.grad is not None
+            tensor -= 0.01 * tensor.grad
+        ours = _scores(scorer)
+    save_model(model, folder / "adapter")
+    merged = merge(load_causal_lm(str(folder), dtype=torch.float32), folder / "adapter").eval()
+    torch.testing.assert_close(ours, _plain(merged), atol=1e-4, rtol=1e-4)
+    if decoder is not None:
+        adapter = EngineAdapter("a", 1, decoder.adapters.prepare(tensors, config))
+        decoder.adapters.open()
+        owners = [adapter, None, adapter]
+        spans = [
+            FedTokens(slot, 0, ids.astype(np.int32), adapter=owner)
+            for slot, (ids, owner) in enumerate(zip(_sequences(), owners, strict=True))
+        ]
+        base = load_causal_lm(str(folder), dtype=torch.float32)
+        for rows, logits in decoder.prefill(spans):
+            for row, own in zip(rows, logits, strict=True):
+                plain = base if owners[row] is None else merged
+                ids = torch.as_tensor(_sequences()[row])[None]
+                with torch.no_grad():
+                    expected = plain(input_ids=ids, use_cache=False).logits[0, -1]
+                torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
+    return ", ".join(name.removesuffix("_proj") for name in layer_names(model))
+
+
+def _sequences() -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCAB, PROMPT)
+    return [np.concatenate([prompt, rng.integers(3, VOCAB, more)]) for more in (9, 14, 20)]
 
 
 def _learner(model: PreTrainedModel) -> str:
     """Say how the learner reads a model's sequences; raises AssertionError if it is not right."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(3, VOCAB, 12)
-    ids = [np.concatenate([prompt, rng.integers(3, VOCAB, more)]) for more in (9, 14, 20)]
-    plain = torch.cat([plain_logprobs(model, each, len(prompt)) for each in ids])
-    cpu = torch.device("cpu")
+    plain = _plain(model)
     try:
-        reason, config = needs_masks(model), model.config.get_text_config()
-        set_attention(model, choose_attention("auto", config, cpu, torch.float32, reason), cpu)
-        scorer = Scorer(model, temperature=1.0)
+        scorer = _scorer(model)
     except TinkermqError as error:
         return f"no: {error.message}"
-    ours = torch.empty(len(plain))
+    with torch.no_grad():
+        torch.testing.assert_close(_scores(scorer), plain, atol=1e-4, rtol=1e-4)
+    return "a row each" if scorer.one_per_row else "packed"
+
+
+def _scorer(model: PreTrainedModel) -> Scorer:
+    cpu, reason, config = torch.device("cpu"), needs_masks(model), model.config.get_text_config()
+    set_attention(model, choose_attention("auto", config, cpu, torch.float32, reason), cpu)
+    return Scorer(model, temperature=1.0)
+
+
+def _plain(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([plain_logprobs(model, each, PROMPT) for each in _sequences()])
+
+
+def _scores(scorer: Scorer) -> torch.Tensor:
+    """Return the learner's log-probs of what `_plain` returns, in the same order."""
     sequences = [
-        TokenSequence(each, (np.arange(len(each)) >= len(prompt)).astype(np.uint8)) for each in ids
+        TokenSequence(each, (np.arange(len(each)) >= PROMPT).astype(np.uint8))
+        for each in _sequences()
     ]
-    for micro in pack(
+    micros = pack(
         sequences,
         max_row_tokens=128,
         microbatch_tokens=256,
         share_prompts=True,
         one_per_row=scorer.one_per_row,
-    ):
-        ours[micro.index_N] = scorer.score(micro).logprobs_N.detach()
-    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
-    return "a row each" if scorer.one_per_row else "packed"
+    )
+    parts = [(torch.as_tensor(micro.index_N), scorer.score(micro).logprobs_N) for micro in micros]
+    index_N, logprobs_N = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs_N[index_N.argsort()]
 
 
 def line_of(family: str, row: Row) -> str:
     """Return a family's line of the table."""
-    return f"| `{family}` | {FAMILIES[family][0]} | {row[0]} | {row[1]} |"
+    return f"| `{family}` | {FAMILIES[family][0]} | {' | '.join(row)} |"
 
 
 def main() -> None:
     """Write the lines of all families into the page."""
     before, _, rest = PAGE.read_text().partition("<!-- families -->\n")
     _, _, after = rest.partition("<!-- end -->")
-    lines = ["| family | models | learner | transformers engine |", "|---|---|---|---|"]
+    lines = ["| family | models | learner | transformers engine | LoRA |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         lines.append(line_of(family, row_of(family)))
         sys.stdout.write(f"{lines[-1]}\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tinkermq.actors.policy.tiny_models import TinyKind, save_tiny_model
 from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.message import Empty
 
@@ -18,17 +19,16 @@ WARM_MODELS = REPOSITORY / "outputs" / "models"
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random model, for runs in which learning does not matter."""
-    from tinkermq.actors.policy.tiny_models import save_tiny_model  # torch, which only workers need
-
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", width=64, layers=2, seed=1)
 
 
-def warm_model(game: str) -> Path:
+def warm_model(game: str, kind: TinyKind = "qwen3") -> Path:
     """Return the warm-started model of a game, made by its recipe unless it is there."""
     from tinkermq.actors.warm_start import warm_start
 
-    warm_start(game, WARM_MODELS / game)
-    return WARM_MODELS / game
+    folder = WARM_MODELS / (game if kind == "qwen3" else f"{game}-{kind}")
+    warm_start(game, folder, kind=kind)
+    return folder
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -45,6 +45,7 @@ from tests.clients.command import Outcome, command, tinkermq, tinkermq_here
 from tests.clients.test_inference_client import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
+from tests.support.refused_models import CHANGES, save_refused
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
@@ -332,6 +333,26 @@ async def test_each_thing_is_told_with_who_said_it_and_nothing_is_submitted(
         ("slots", "scheduler"),
     }
     assert not (tmp_path / "runs").exists()
+    assert await _jobs(stack) <= before
+
+
+@pytest.mark.parametrize("name", ["quantised weights", "deepseek_v32"])
+async def test_a_model_that_cannot_work_is_refused_by_each_way_in_and_none_is_submitted(
+    stack: Stack, tmp_path: Path, name: str
+) -> None:
+    before = await _jobs(stack)
+    said = save_refused(name, tmp_path / "model")
+    config = small_job(tmp_path / "model")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    line = ("train", str(tmp_path / "job.yaml"), "--nats-url", stack.server.url)
+    for words in (("model", "check", str(tmp_path / "model")), (*line, "--dry-run"), line):
+        told = await asyncio.to_thread(tinkermq_here, *words)
+        assert told.code != 0
+        assert said in told.out + told.err
+        assert "Traceback" not in told.out + told.err
+    if name in CHANGES:
+        with pytest.raises(ModelError, match=re.escape(said)):
+            await Pool(stack.broker).submit(config)
     assert await _jobs(stack) <= before
 
 

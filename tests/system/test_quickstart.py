@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.warm_start import mark_made
+from tinkermq.actors.warm_start import digest_of, mark_made
 
 from tests.clients.command import command
 from tests.support.configs import REPOSITORY
@@ -80,7 +80,7 @@ def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
 def test_control_c_stops_everything(tmp_path: Path, model: Path) -> None:
     made_before = tmp_path / "models" / "calculator"
     shutil.copytree(model, made_before)  # a random one, as the run is interrupted
-    mark_made(made_before, "calculator")
+    mark_made(made_before, digest_of("calculator"))
     mark = uuid.uuid4().hex
     with start(mark, f"output_dir={tmp_path}", "training.num_steps=500") as process:
         assert process.stdout is not None

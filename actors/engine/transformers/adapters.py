@@ -18,7 +18,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ModelError
-from ...policy.adapted_layers import AdaptedLayers, LowRank, OneAdapter
+from ...policy.adapted_layers import AdaptedLayers, LowRank, OneAdapter, sizes_of
 from ...policy.lora import PREFIX, layer_of
 from ...weights.shared_memory import is_in_memory
 from ...weights.tensors import TensorSource, WeightNames, as_tensor, bytes_of, dtype_of
@@ -148,12 +148,12 @@ class RowAdapters:
             layer = self._layers.linear.get(name)
             if layer is None:
                 raise _unfit(f"the model has no linear layer {name}")
-            shapes = (a.shape[1], b.shape[0], a.shape[0])
-            if shapes != (layer.in_features, layer.out_features, b.shape[1]):
+            if (a.shape[1], b.shape[0], a.shape[0]) != (*sizes_of(layer), b.shape[1]):
                 raise _unfit(f"its {name} is {list(a.shape)} and {list(b.shape)}")
             if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
                 raise _unfit(f"its {name} has values that are not finite")
-            like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+            weight = cast(Tensor, layer.weight)
+            like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
             scaled = (b.float() * config.scale_of(name)).t().contiguous()
             pairs[name] = LowRank(a.to(**like, copy=True), scaled.to(**like).t())
         return pairs
@@ -174,7 +174,7 @@ class RowAdapters:
         else:
             stack = self._stack_of(used)
             places = [-1 if adapter is None else stack.place[adapter.serial] for adapter in rows]
-            device = next(iter(self._layers.linear.values())).weight.device
+            device = next(iter(used[0].by_layer.values())).a.device
             place_B = torch.tensor(places, device=device)
             with self._layers.using(_AdapterOfEachRow(stack, place_B)):
                 yield

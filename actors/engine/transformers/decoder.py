@@ -9,6 +9,7 @@ so that they show. The comparison is in float32: with 16 bits even a supported m
 by tenths of their size, since the first tokens' activations are a thousand times the others'.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from ....schemas.wire.errors import ModelError
 from ...policy import vision
 from ...policy.devices import DECODED_WEIGHTS, exact_products, use_onednn
 from ...policy.experts import RouterRecorder
-from ...policy.layers import reach_of
+from ...policy.layers import cache_layers, reach_of
 from ...policy.model_folder import load_model_config, load_policy
 from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
@@ -88,7 +89,7 @@ def load_decoder(
     With `base` only an adapter is loaded, for the weights of a model in memory.
     """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    _check_layers(path, config)
+    check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     refuse_long_sequences(path, max_tokens, count_positions(text_config.to_dict()))
     # Loaded with the reference attention, with which `_check` compares: it supports every variant.
@@ -123,6 +124,10 @@ class SlotDecoder:
         use_onednn(model, DECODED_WEIGHTS)
         self.adapters = RowAdapters(model)
         self._recorder: RouterRecorder | None = None
+        self._by_token = any(
+            hasattr(module, "A_log") and hasattr(module, "dt_proj") for module in model.modules()
+        )
+        """Whether a pass of several tokens begins recurrent states anew, as Mamba 1's does."""
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
@@ -166,7 +171,19 @@ class SlotDecoder:
         """
         most = _PREFILL_TOKENS[self.device.type]
         for batch in _batches(spans, most, equal=self.cache.is_recurrent):
-            yield batch, self._prefill_batch([spans[index] for index in batch])
+            fed = [spans[index] for index in batch]
+            if self._by_token and fed[0].start:
+                yield batch, torch.cat([self._feed_by_token(span) for span in fed])
+            else:
+                yield batch, self._prefill_batch(fed)
+
+    def _feed_by_token(self, span: FedTokens) -> torch.Tensor:
+        """Feed a span that continues a slot; return the logits of its last token [1, V]."""
+        slots, logits = np.array([span.slot]), torch.empty(0)
+        for index in range(len(span.tokens)):
+            token, position = span.tokens[index : index + 1], np.array([span.start + index])
+            logits = self.decode(token, position, adapters=[span.adapter], slots_B=slots)
+        return logits
 
     def decode(
         self,
@@ -223,9 +240,7 @@ class SlotDecoder:
         rotary = torch.as_tensor(rotary_3BN, device=self.device)
         return self._forward(self._with_images(ids, spans), rotary, mask, adapters)
 
-    def _with_images(
-        self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]
-    ) -> dict[str, torch.Tensor]:
+    def _with_images(self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]) -> dict[str, Any]:
         """Return the model's input: embeddings with the images at the start of these spans."""
         width = ids_BN.shape[1]
         fed = [
@@ -276,20 +291,19 @@ class SlotDecoder:
 
     def _forward(
         self,
-        read: dict[str, torch.Tensor],
+        read: dict[str, Any],
         positions: torch.Tensor,
         mask: Any,
         adapters: RowsOfAdapters,
     ) -> torch.Tensor:
-        with self.adapters.using(adapters):
-            output = self.model(
-                **read,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        if self.cache.shape.token_bytes:
+            read |= {"position_ids": positions, "attention_mask": mask}
+        read[_cache_name(self.model)] = self.cache
+        try:
+            with self.adapters.using(adapters):
+                output = self.model(**read, use_cache=True, logits_to_keep=1)
+        finally:
+            self.cache.end_pass()
         return cast("torch.Tensor", output.logits)[:, -1]
 
     def _use_slots(self) -> None:
@@ -396,8 +410,9 @@ _LAYERS = (
 """What transformers keeps for the layers that the slot cache has, too."""
 
 
-def _check_layers(path: str, config: Any) -> None:
-    layers = DynamicCache(config=config).layers
+def check_layers(path: str, config: Any) -> None:
+    """Raise ModelError for a model with layers that the slot cache does not hold."""
+    layers = cache_layers(config)
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
     if other or not layers:
         raise ModelError(
@@ -433,14 +448,20 @@ def _plain(path: str, model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tens
     """Run a plain forward pass; return its logits [N, V], and what it keeps for each layer."""
     ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
     more = {} if probe.images is None else vision.plain_inputs(ids, probe.images)
-    cache = DynamicCache(config=model.config)
+    cache, name = DynamicCache(config=model.config), _cache_name(model)
     try:
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+        output = model(input_ids=ids, use_cache=True, **{name: cache}, **more)
     except (ValueError, TypeError) as error:
         raise _own_cache(path) from error
-    if getattr(output, "past_key_values", None) is not cache:
+    if getattr(output, name, None) is not cache:
         raise _own_cache(path)
     return cast("torch.Tensor", output.logits)[0].float(), cache
+
+
+def _cache_name(model: PreTrainedModel) -> str:
+    """Return a model's argument for its cache; models with recurrent layers alone have another."""
+    known = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in known else "cache_params"
 
 
 def _own_cache(path: str) -> ModelError:

@@ -123,6 +123,8 @@ class _RecurrentLayer(LinearAttentionCacheLayerMixin):
         )
         self.stored: dict[tuple[str, int], torch.Tensor] = {}
         """States by kind and number, [S, ...]; made when they are first written."""
+        self._read: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Rows and states that this pass has read and not written; Mamba changes them in place."""
         self.conv_states = cast(Any, _StatesOfPass(self, "conv"))
         self.recurrent_states = cast(Any, _StatesOfPass(self, "recurrent"))
 
@@ -159,17 +161,28 @@ class _RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def read(self, key: tuple[str, int]) -> torch.Tensor:
         """Return the states of this pass's rows."""
-        return self.stored[key][self._cache.rows]
+        rows = self._cache.rows
+        states = self.stored[key][rows]
+        if rows is not None:
+            self._read[key] = rows, states
+        return states
 
     def write(self, key: tuple[str, int], states: torch.Tensor) -> None:
         """Write the states of this pass's rows."""
         rows = self._cache.rows
         if rows is None:
             return
+        self._read.pop(key, None)
         if key not in self.stored:
             size = (self._cache.num_slots, *states.shape[1:])
             self.stored[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
         self.stored[key][rows] = states.to(self.stored[key].dtype)
+
+    def end_pass(self) -> None:
+        """Store the states that the pass has changed in place."""
+        for key, (rows, states) in self._read.items():
+            self.stored[key][rows] = states
+        self._read.clear()
 
     def resize(self, num_slots: int) -> None:
         """Keep the states of this many slots."""
@@ -208,7 +221,7 @@ class SlotCache(Cache):
         self.max_slots = max_slots
         self.max_tokens = max_tokens
         self.max_cells = max_cells
-        self.num_slots = self._num_tokens = 0
+        self.num_slots = self.num_tokens = 0
         self._num_rows = self._longest = 0
         self._places = _places(shape)
         self._store = self._allocate(0, 0)
@@ -244,7 +257,7 @@ class SlotCache(Cache):
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
         """Grow to at least this many slots and tokens; what slots have is kept."""
-        slots, tokens = self.num_slots, self._num_tokens
+        slots, tokens = self.num_slots, self.num_tokens
         if num_slots <= slots and num_tokens <= tokens:
             return
         if num_slots > slots:
@@ -264,11 +277,11 @@ class SlotCache(Cache):
         if slots != self.num_slots:
             for layer in self._recurrent():
                 layer.resize(slots)
-        self.num_slots, self._num_tokens = slots, tokens
+        self.num_slots, self.num_tokens = slots, tokens
 
     def free(self) -> None:
         """Forget all slots, and free their memory."""
-        self.num_slots = self._num_tokens = 0
+        self.num_slots = self.num_tokens = 0
         self._store = self._allocate(0, 0)
         for layer in self._recurrent():
             layer.stored.clear()
@@ -309,6 +322,11 @@ class SlotCache(Cache):
     def begin_scoring(self) -> None:
         """Prepare a pass that sees only its own tokens, and stores nothing."""
         self._pass = _Pass(None, None, None, None, 0, None, continues=False)
+
+    def end_pass(self) -> None:
+        """Store what the pass has changed in place."""
+        for layer in self._recurrent():
+            layer.end_pass()
 
     def update(
         self,
@@ -410,7 +428,7 @@ class SlotCache(Cache):
         assert now.slots is not None
         assert now.positions is not None
         heads_K = torch.arange(kv_heads, device=now.slots.device)
-        head_rows_XK = (now.slots[:, None] * kv_heads + heads_K) * self._num_tokens
+        head_rows_XK = (now.slots[:, None] * kv_heads + heads_K) * self.num_tokens
         return (head_rows_XK + now.positions[:, None]).flatten()
 
     def _recurrent(self) -> list[_RecurrentLayer]:

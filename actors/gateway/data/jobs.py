@@ -344,7 +344,9 @@ async def tail_of_events(
 
 
 async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
-    """Return the newest line on a run's bottleneck; empty without one."""
+    """Return the newest line on a run's bottleneck; empty without one, or if it does not run."""
+    if record.state != "RUNNING":
+        return ""
     for event in await tail_of_events(broker, record, quiet=False):
         if event.kind == "bottleneck":
             return event.message

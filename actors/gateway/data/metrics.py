@@ -275,9 +275,7 @@ class History:
 class Histories:
     """The most recently used histories."""
 
-    def __init__(self, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
-        self._max_jobs = max_jobs
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._histories: OrderedDict[str, History] = OrderedDict()
 
     async def points(
@@ -296,15 +294,15 @@ class Histories:
         history = self._histories.setdefault(scope.key, History(scope))
         self._histories.move_to_end(scope.key)
         curves = await history.curves(broker)
-        while self._too_much():
+        while self._has_too_many():
             _, oldest = self._histories.popitem(last=False)
             await oldest.close()
         shown = chart_points(curves, names, first=first, last=last)
         return {"complete": history.complete, **shown}
 
-    def _too_much(self) -> bool:
+    def _has_too_many(self) -> bool:
         held = sum(history.nbytes for history in self._histories.values())
-        return len(self._histories) > max(1, self._max_jobs if held <= self._max_bytes else 1)
+        return len(self._histories) > (MAX_JOBS if held <= MAX_BYTES else 1)
 
     async def close(self) -> None:
         """Stop all reading."""

@@ -37,7 +37,7 @@ async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -
     values, actors, bottleneck = await asyncio.gather(
         gateway.figures.values(visitor.broker, record),
         actors_of(visitor, record),
-        _bottleneck(visitor, record),
+        bottleneck_of(visitor.broker, record),
     )
     return {
         "job": row(record, values),
@@ -96,12 +96,6 @@ def _heartbeat(presence: Presence | None) -> dict[str, Any]:
         "host": presence.host,
         "pid": presence.pid,
     }
-
-
-async def _bottleneck(visitor: Visitor, record: JobRecord) -> str:
-    if record.state != "RUNNING":
-        return ""
-    return await bottleneck_of(visitor.broker, record)
 
 
 def _figures(values: dict[str, float]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
@@ -423,13 +424,12 @@ async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
 
 
 def _matching(entries: Iterable[LogEntry], search: RolloutFilter) -> list[LogEntry]:
-    return [entry for entry in entries if _matches(entry, search)]
-
-
-def _matches(entry: LogEntry, search: RolloutFilter) -> bool:
-    if entry.group is None:
-        return search in (EVERYTHING, RolloutFilter(errors=True))
-    return search.has(entry.group)
+    of_damaged = search in (EVERYTHING, RolloutFilter(errors=True))
+    return [
+        entry
+        for entry in entries
+        if (of_damaged if entry.group is None else search.has(entry.group))
+    ]
 
 
 def text_of(trajectory: Trajectory) -> str:
@@ -550,13 +550,14 @@ def group_row(
             "prompt": "",
             "answer": "",
         }
+    rewards = [return_of(rows) for rows in group.episodes]
     return {
         "seq": entry.seq,
         "task": group.task.task,
         "sample": group.task.sample,
         "step": step,
         "source": group.source,
-        "reward": _mean([return_of(rows) for rows in group.episodes]),
+        "reward": fmean(rewards) if rewards else None,
         "tokens": sum(trajectory.num_generated for trajectory in group.trajectories),
         "versions": _versions(group),
         "seconds": max(0.0, group.finished - group.started),
@@ -589,10 +590,6 @@ def _versions(group: Group) -> list[int]:
         min(trajectory.min_version for trajectory in group.trajectories),
         max(trajectory.max_version for trajectory in group.trajectories),
     ]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 # -- parameters of requests, the same for pages and the REST interface -----------------------------

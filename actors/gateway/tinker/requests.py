@@ -39,22 +39,24 @@ async def visitor_of_key(request: Request) -> Visitor:
     return visitor
 
 
-async def raw_body(request: Request) -> bytes:
-    """Return a body; HTTPException 413 for one that is too large."""
-    raw = await request.body()
-    check_size(raw)
-    return raw
-
-
 def check_size(raw: bytes) -> None:
     """Raise HTTPException 413 for a body that is too large."""
     if len(raw) > MAX_BODY_BYTES:
         raise HTTPException(413, f"a request may have {MAX_BODY_BYTES:,} bytes: send fewer datums")
 
 
+async def visitor_and_body(request: Request) -> tuple[Visitor, bytes, dict[str, Any]]:
+    """Return the visitor, the body and its JSON object; see `visitor_of_key` and `json_body`."""
+    return await visitor_of_key(request), *await json_body(request)
+
+
 async def json_body(request: Request) -> tuple[bytes, dict[str, Any]]:
-    """Return a body, and the JSON object in it; raises MessageError."""
-    raw = await raw_body(request)
+    """Return a body, and the JSON object in it.
+
+    Raises MessageError, HTTPException 413 for a body that is too large.
+    """
+    raw = await request.body()
+    check_size(raw)
     value = await in_thread(len(raw) > LARGE, lambda: read_json(raw))
     if not isinstance(value, dict):
         raise MessageError("the body must be a JSON object")

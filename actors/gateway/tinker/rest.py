@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, cast
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from ....broker.client.connection import Broker
 from ....schemas.config.sections import ADAPTER_FILES
 from ....schemas.tinker.checkpoints import (
     ChangeCheckpoint,
+    CheckpointAction,
     CheckpointExport,
     FetchFile,
     FilePart,
@@ -39,6 +41,7 @@ from .requests import (
     note_to,
     supports_external_weights,
     text_in,
+    visitor_and_body,
     visitor_of_key,
 )
 from .trainers import TrainerRecords, Trainers
@@ -70,16 +73,15 @@ class RestApi:
             ("GET", _RUN, self.get_run),
             ("GET", f"{_RUN}/checkpoints", self.list_of_run),
             ("GET", "checkpoints", self.list_of_user),
-            ("DELETE", _CHECKPOINT, self.delete),
-            ("PUT", f"{_CHECKPOINT}/ttl", self.expire),
-            ("POST", f"{_CHECKPOINT}/publish", self.publish),
-            ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
+            ("DELETE", _CHECKPOINT, partial(self._change, "delete")),
+            ("PUT", f"{_CHECKPOINT}/ttl", partial(self._change, "expire")),
+            ("POST", f"{_CHECKPOINT}/publish", partial(self._change, "publish")),
+            ("DELETE", f"{_CHECKPOINT}/publish", partial(self._change, "unpublish")),
         ]
 
     async def create_session(self, request: Request) -> Response:
         """Begin a session, which groups the runs and samplers of a client."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
+        visitor, _, body = await visitor_and_body(request)
         session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
         name = body.get("display_name")
         event = TellSession(
@@ -97,8 +99,7 @@ class RestApi:
 
     async def heartbeat(self, request: Request) -> Response:
         """Record that a session is alive; 410 for an ended one."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
+        visitor, _, body = await visitor_and_body(request)
         event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
             state = await self._records.report_event(visitor.broker, event)
@@ -110,8 +111,7 @@ class RestApi:
 
     async def finish(self, request: Request) -> Response:
         """End a session; the first reason is kept."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
+        visitor, _, body = await visitor_and_body(request)
         reason: Any = body.get("reason") or {}
         if not isinstance(reason, dict):
             raise errors.MessageError(f"reason={str(reason)[:80]!r} must be a JSON object")
@@ -175,37 +175,19 @@ class RestApi:
         checkpoints = _checkpoints(request, listed)
         return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(offset, limit, total)})
 
-    async def delete(self, request: Request) -> Response:
-        """Delete a checkpoint."""
-        return await self._change(request, "delete")
+    async def _change(self, action: CheckpointAction, request: Request) -> Response:
+        """Delete a checkpoint, change who may read it, or set when it expires.
 
-    async def publish(self, request: Request) -> Response:
-        """Make a checkpoint readable for all users of the pool."""
-        return await self._change(request, "publish")
-
-    async def unpublish(self, request: Request) -> Response:
-        """Make a checkpoint readable for its owner only."""
-        return await self._change(request, "unpublish")
-
-    async def expire(self, request: Request) -> Response:
-        """Set when a checkpoint expires, in seconds from now; null: never."""
+        `ttl_seconds` in the body of `expire` counts from now; null: never.
+        """
         visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
-        ttl = body.get("ttl_seconds")
+        ttl = (await json_body(request))[1].get("ttl_seconds") if action == "expire" else None
         is_valid = isinstance(ttl, int) and not isinstance(ttl, bool) and 1 <= ttl <= 10**10
         if ttl is not None and not is_valid:
             raise errors.MessageError(
                 f"ttl_seconds={ttl!r} must be an integer ≥ 1", hint="null: it never expires"
             )
-        path = str(checkpoint_in(request))
-        changed = ChangeCheckpoint(path=path, action="expire", ttl_s=ttl)
-        return JSONResponse(_checkpoint(await self._records.change(visitor.broker, changed)))
-
-    async def _change(
-        self, request: Request, action: Literal["delete", "publish", "unpublish"]
-    ) -> Response:
-        visitor = await visitor_of_key(request)
-        message = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
+        message = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action, ttl_s=ttl)
         return JSONResponse(_checkpoint(await self._records.change(visitor.broker, message)))
 
 

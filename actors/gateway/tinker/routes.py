@@ -37,66 +37,20 @@ Fewer than a user's running requests (`MAX_RUNNING`), so that training and heart
 """
 
 
-class AboutApi:
-    """The endpoints about the service."""
-
-    def __init__(self, trainers: Trainers) -> None:
-        """Describe `trainers`."""
-        self._trainers = trainers
-
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """Return the method, path and handler of each endpoint."""
-        return [
-            ("POST", "client/config", self.config),
-            ("POST", "client/dynamic_config", self.dynamic_config),
-            ("POST", "telemetry", self.telemetry),
-            ("GET", "healthz", self.health),
-            ("GET", "get_server_capabilities", self.capabilities),
-        ]
-
-    async def config(self, request: Request) -> Response:
-        """Return limits of a client's requests, which should be compressed."""
-        del request
-        return JSONResponse(
-            {
-                "proto_compress_fwdbwd": True,
-                "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES,
-                "sample_max_concurrent_requests": SAMPLES_AT_ONCE,
-            }
-        )
-
-    async def dynamic_config(self, request: Request) -> Response:
-        """Return settings that may change while a client runs."""
-        del request
-        return JSONResponse({"refresh_interval_sec": _CONFIG_S, "sample_cancel_enabled": True})
-
-    async def telemetry(self, request: Request) -> Response:
-        """Accept and drop a client's telemetry."""
-        del request
-        return JSONResponse({"status": "accepted"})
-
-    async def health(self, request: Request) -> Response:
-        """Return that the service is running."""
-        del request
-        return JSONResponse({"status": "ok"})
-
-    async def capabilities(self, request: Request) -> Response:
-        """Return the base models."""
-        visitor = await requests.visitor_of_key(request)
-        offers = await self._trainers.offers(visitor.broker)
-        return JSONResponse(
-            {
-                "supported_models": [
-                    {
-                        "model_name": offer.base,
-                        "max_context_length": offer.max_context or None,
-                        "trainable": True,
-                        "sampleable": True,
-                    }
-                    for offer in offers
-                ]
-            }
-        )
+_ABOUT: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", "client/config"): {
+        "proto_compress_fwdbwd": True,
+        "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES,
+        "sample_max_concurrent_requests": SAMPLES_AT_ONCE,
+    },
+    ("POST", "client/dynamic_config"): {
+        "refresh_interval_sec": _CONFIG_S,
+        "sample_cancel_enabled": True,
+    },
+    ("POST", "telemetry"): {"status": "accepted"},
+    ("GET", "healthz"): {"status": "ok"},
+}
+"""Endpoints about the service, by method and path, and their replies. Telemetry is dropped."""
 
 
 PREFIX = "/tinker/api/v1"
@@ -112,6 +66,13 @@ def routes(trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
     records = TrainerRecords(trainers)
     api = TinkerApi(trainers, records)
+
+    def always(reply: dict[str, Any]) -> Handler:
+        async def answer(_: Request) -> Response:
+            return JSONResponse(reply)
+
+        return answer
+
     posts: dict[str, Handler] = {
         "create_model": api.create_model,
         "get_info": api.get_info,
@@ -140,7 +101,8 @@ def routes(trainers: Trainers) -> list[Route]:
             Route(f"{PREFIX}/{path}", _guarded(handler), methods=[method])
             for method, path, handler in (
                 ("GET", "samplers/{sampler}", api.sampler),
-                *AboutApi(trainers).routes(),
+                ("GET", "get_server_capabilities", api.capabilities),
+                *((method, path, always(reply)) for (method, path), reply in _ABOUT.items()),
                 *RestApi(records).routes(),
                 *Downloads(trainers, records).routes(),
             )
@@ -161,37 +123,49 @@ class TinkerApi:
         self._trainers = trainers
         self._records = records
 
+    async def capabilities(self, request: Request) -> Response:
+        """Return the base models."""
+        visitor = await requests.visitor_of_key(request)
+        models = [
+            {
+                "model_name": offer.base,
+                "max_context_length": offer.max_context or None,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for offer in await self._trainers.offers(visitor.broker)
+        ]
+        return JSONResponse({"supported_models": models})
+
     async def create_model(self, request: Request) -> Response:
         """Make a model on a base model."""
-        visitor = await requests.visitor_of_key(request)
-        raw, body = await requests.json_body(request)
+        visitor, raw, body = await requests.visitor_and_body(request)
         model = requests.new_model(body)
         base = requests.text_in(body, "base_model")
         job = await self._trainers.job_of_base(visitor.broker, base)
-        return await self._submit(visitor, job, "create_model", OperationName(model, 0), raw)
+        name = OperationName(model, 0)
+        return await self._submit(visitor, "create_model", name, raw, job=job)
 
     async def load_weights(self, request: Request) -> Response:
         """Make a model from a checkpoint, or load one into a model."""
-        visitor = await requests.visitor_of_key(request)
-        raw, body = await requests.json_body(request)
+        visitor, raw, body = await requests.visitor_and_body(request)
         path = requests.text_in(body, "path")
         if body.get("model_id") is not None:
             number = requests.name_of_json(body)
             try:
                 await self._trainers.source(visitor.broker, path)
             except errors.NotFoundError:
-                await self._operate(visitor, "load_weights", number, _NOTHING)
+                await self._submit(visitor, "load_weights", number, _NOTHING)
                 raise
-            return await self._operate(visitor, "load_weights", number, raw)
+            return await self._submit(visitor, "load_weights", number, raw)
         source = await self._trainers.source(visitor.broker, path)
         name = OperationName(requests.new_model(body), 0)
         job = await self._trainers.job_of_checkpoint(visitor.broker, source)
-        return await self._submit(visitor, job, "load_weights", name, raw)
+        return await self._submit(visitor, "load_weights", name, raw, job=job)
 
     async def get_info(self, request: Request) -> Response:
         """Return information about a model."""
-        visitor = await requests.visitor_of_key(request)
-        _, body = await requests.json_body(request)
+        visitor, _, body = await requests.visitor_and_body(request)
         model = ModelName.parse(requests.text_in(body, "model_id"))
         job = await self._trainers.job_of_model(visitor.broker, model)
         info = await self._trainers.info(visitor.broker, model, job)
@@ -213,8 +187,7 @@ class TinkerApi:
 
     async def weights_info(self, request: Request) -> Response:
         """Return information about a checkpoint."""
-        visitor = await requests.visitor_of_key(request)
-        _, body = await requests.json_body(request)
+        visitor, _, body = await requests.visitor_and_body(request)
         name = await self._trainers.source(visitor.broker, requests.text_in(body, "tinker_path"))
         info = await self._trainers.checkpoint(visitor.broker, name)
         return JSONResponse(
@@ -249,22 +222,20 @@ class TinkerApi:
         try:
             requests.check_size(raw)
         except HTTPException:
-            await self._operate(visitor, "forward_backward", name, _NOTHING)
+            await self._submit(visitor, "forward_backward", name, _NOTHING)
             raise
-        return await self._operate(
+        return await self._submit(
             visitor, "forward_backward", name, raw, is_zstd=encoding == "zstd"
         )
 
     async def operation(self, kind: OperationKind, request: Request) -> Response:
         """Submit another operation on a model."""
-        visitor = await requests.visitor_of_key(request)
-        raw, body = await requests.json_body(request)
-        return await self._operate(visitor, kind, requests.name_of_json(body), raw)
+        visitor, raw, body = await requests.visitor_and_body(request)
+        return await self._submit(visitor, kind, requests.name_of_json(body), raw)
 
     async def retrieve_future(self, request: Request) -> Response:
         """Wait for a result and return it, or 408 after a while."""
-        visitor = await requests.visitor_of_key(request)
-        _, body = await requests.json_body(request)
+        visitor, _, body = await requests.visitor_and_body(request)
         text = requests.text_in(body, "request_id")
         if (sample := sampling.SampleName.parse(text)) is not None:
             return await self._sampled(visitor, sample)
@@ -280,8 +251,7 @@ class TinkerApi:
 
     async def cancel_future(self, request: Request) -> Response:
         """Cancel a sample."""
-        visitor = await requests.visitor_of_key(request)
-        _, body = await requests.json_body(request)
+        visitor, _, body = await requests.visitor_and_body(request)
         name = sampling.SampleName.parse(text := requests.text_in(body, "request_id"))
         if name is None:
             raise errors.MessageError(
@@ -297,8 +267,7 @@ class TinkerApi:
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Begin a sampling session on a checkpoint or a base model."""
-        visitor = await requests.visitor_of_key(request)
-        _, body = await requests.json_body(request)
+        visitor, _, body = await requests.visitor_and_body(request)
         number = requests.number_in_body(
             body.get("sampling_session_seq_id"), "sampling_session_seq_id", 0
         )
@@ -328,8 +297,7 @@ class TinkerApi:
 
     async def sample(self, request: Request) -> Response:
         """Submit a prompt to a sampler; `retrieve_future` returns its continuations."""
-        visitor = await requests.visitor_of_key(request)
-        raw, body = await requests.json_body(request)
+        visitor, raw, body = await requests.visitor_and_body(request)
         if len(raw) > sampling.MAX_SAMPLE_BYTES:
             raise HTTPException(413, f"a prompt may have {sampling.MAX_SAMPLE_BYTES:,} bytes")
         sampler = sampling.SamplerName.parse(requests.text_in(body, "sampling_session_id"))
@@ -351,28 +319,18 @@ class TinkerApi:
             return JSONResponse({"detail": error.message}, _GONE)
         return requests.answered(str(name), result)
 
-    async def _operate(
-        self,
-        visitor: Visitor,
-        kind: OperationKind,
-        name: OperationName,
-        raw: bytes,
-        *,
-        is_zstd: bool = False,
-    ) -> Response:
-        job = await self._trainers.job_of_model(visitor.broker, name.model)
-        return await self._submit(visitor, job, kind, name, raw, is_zstd=is_zstd)
-
     async def _submit(
         self,
         visitor: Visitor,
-        job: str,
         kind: OperationKind,
         name: OperationName,
         raw: bytes,
         *,
+        job: str = "",
         is_zstd: bool = False,
     ) -> Response:
+        """Submit an operation to the trainer `job`, by default the one that has its model."""
+        job = job or await self._trainers.job_of_model(visitor.broker, name.model)
         operation = ModelOperation(
             kind=kind, model=str(name.model), seq=name.seq, body=raw, is_zstd=is_zstd
         )

@@ -280,7 +280,12 @@ class _Replies:
     ) -> R:
         """Return the reply of a job's trainer; raises as `Trainers.ask`."""
         result: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        inbox = await self.inbox.new_subject(lambda message: _settle(result, message))
+
+        def settle(message: Msg) -> None:
+            if not result.done():
+                result.set_result(message)
+
+        inbox = await self.inbox.new_subject(settle)
         try:
             await self._broker.send(subject, request.to_bytes(), reply=inbox)
             async with asyncio.timeout(timeout_s):
@@ -299,11 +304,6 @@ class _Replies:
         if header(message, ERROR_CODE):
             raise error_of(message)
         return reply.from_bytes(message.data)
-
-
-def _settle(future: "asyncio.Future[Msg]", message: Msg) -> None:
-    if not future.done():
-        future.set_result(message)
 
 
 # -- lists of all trainers -------------------------------------------------------------------------

@@ -253,9 +253,9 @@ class Remover:
                 await self._refuse(record, f"{archive_of(*place)} differs from what was written")
                 return
             await restore_streams(self._broker, kept_streams(record), archive_of(*place))
-        back: dict[str, object] = {"removal": "no", "archived": None, "brought_back": time.time()}
-        back["archive_digest"] = ""
-        await self._jobs.update(record, lambda now: now.model_copy(update=back))
+        await self._jobs.set_fields(
+            record, removal="no", archived=None, brought_back=time.time(), archive_digest=""
+        )
         if record.has_streams:
             await asyncio.to_thread(drop_archive, record.run_dir, record.job)
 
@@ -263,9 +263,7 @@ class Remover:
         """Keep a job in the archive, with the reason."""
         reason = f"run {record.name} stays archived: {why}"
         _log.warning("removal_refused", job=record.job, what=record.removal, error=reason)
-        away = await self._jobs.update(
-            record, lambda now: now.model_copy(update={"removal": "archive", "refused": reason})
-        )
+        away = await self._jobs.set_fields(record, removal="archive", refused=reason)
         if (archived := await self._jobs.move_to_archive(away)) is not None:
             self._view.enter_archived(archived)
 

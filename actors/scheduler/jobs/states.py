@@ -59,7 +59,11 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
                 "a service for the Tinker API was submitted without the name of its base model",
                 hint="set tinker.base, or submit it with `tinkermq tinker up --model NAME=FOLDER`",
             )
-        return [_actor("trainer", "trainer", config.learner.slots), *_samplers(config.generator)]
+        samplers = [
+            _actor("sampler", f"sampler-{i}", config.generator.slots)
+            for i in range(config.generator.count)
+        ]
+        return [_actor("trainer", "trainer", config.learner.slots), *samplers]
     if kind == "sft" and not config.sft.data:
         raise ConfigError(
             "an SFT job was submitted without data",
@@ -105,10 +109,6 @@ def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
             "(`tinkermq serve --servers 1`)",
         )
     return [_actor("server", f"server-{i}", config.slots) for i in range(config.count)]
-
-
-def _samplers(config: GeneratorConfig) -> list[ActorPlacement]:
-    return [_actor("sampler", f"sampler-{i}", config.slots) for i in range(config.count)]
 
 
 def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
@@ -167,15 +167,11 @@ def slots_of(actors: Sequence[ActorPlacement]) -> int:
 
 def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
     """Return a node's description of an actor to run."""
-    threads = {
-        "learner": config.learner.threads,
-        "rank": config.learner.threads,
-        "generator": config.generator.threads,
-        "evaluator": config.generator.threads,
-        "server": config.generator.threads,
-        "trainer": config.learner.threads,
-        "sampler": config.generator.threads,
-    }
+    threads = 1
+    if actor.role in ("learner", "rank", "trainer"):
+        threads = config.learner.threads
+    elif actor.role in ("generator", "evaluator", "server", "sampler"):
+        threads = config.generator.threads
     data = [*config.env.train_data, *config.env.val_data]
     return WantedActor(
         user=record.user,
@@ -190,7 +186,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         own_folders=record.own_folders,
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config) if actor.role == "environment" else None,
-        threads=threads.get(actor.role, 1),
+        threads=threads,
         secrets=bool(secrets_of(record, actor)),
         max_restarts=config.limits.max_restarts,
     )
@@ -496,14 +492,4 @@ def check_record(record: JobRecord, num_bytes: int) -> None:
             f"the record of job {record.name} would have {num_bytes:,} bytes; the limit is "
             f"{MAX_RECORD_BYTES:,}",
             hint="keep the configuration small: name files instead of data; or submit a new job",
-        )
-
-
-def check_priority(user: str, priority: int, quota: Quota) -> None:
-    """Raise QuotaError if a user may not give jobs this priority."""
-    if priority > quota.max_priority:
-        raise QuotaError(
-            f"priority {priority} is above the highest that user {user!r} may give, "
-            f"{quota.max_priority}",
-            hint="give a lower one, or ask an admin",
         )

@@ -30,14 +30,19 @@ from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, Schedule
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire import subjects
-from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.errors import (
+    ConflictError,
+    MessageError,
+    NotFoundError,
+    QuotaError,
+    TinkermqError,
+)
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
 from ..placement import UserShares
 from .states import (
     ACTIVE,
     check_bucket,
-    check_priority,
     check_record,
     check_room,
     holdings,
@@ -533,7 +538,12 @@ class JobsView:
 
     def check_priority(self, user: str, priority: int) -> None:
         """Raise QuotaError if a user may not give jobs this priority."""
-        check_priority(user, priority, self.quota(user))
+        highest = self.quota(user).max_priority
+        if priority > highest:
+            raise QuotaError(
+                f"priority {priority} is above the highest that user {user!r} may give, {highest}",
+                hint="give a lower one, or ask an admin",
+            )
 
     def check_room(self, user: str, **more: int) -> None:
         """Raise QuotaError if a user may not hold this much more, by the name of the bound."""
@@ -712,7 +722,5 @@ class Versions:
         version = entry.value.version if entry else None
         if version is not None and version > record.version:
             with contextlib.suppress(ConflictError, NotFoundError, MessageError):
-                await self._jobs.update(
-                    record, lambda now: now.model_copy(update={"version": version})
-                )
+                await self._jobs.set_fields(record, version=version)
         return None if entry is None else entry.value

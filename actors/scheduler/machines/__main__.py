@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ....schemas.machines import machines_config
 from ....schemas.wire.errors import DeadlineError, TinkermqError
-from .source import Machine, MachineSource
+from .source import MachineSource
 from .sources import machine_source
 
 DEADLINE_S = 45.0
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -> None:
+async def give_all_back(source: MachineSource) -> None:
     """Return the machines of a pool; raises DeadlineError with those that have not ended.
 
     Requests that never started are printed and not awaited: Ray drops them.
@@ -41,19 +41,17 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
     for machine in machines:
         await source.release_machine(machine, drain=True)
     try:
-        async with asyncio.timeout(deadline_s):
-            while machines := await _begun(source):  # noqa: ASYNC110  the cluster sends no events
+        async with asyncio.timeout(DEADLINE_S):
+            while machines := [  # noqa: ASYNC110  the cluster sends no events
+                item for item in await source.list_machines() if item.state != "asked"
+            ]:
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         left = ", ".join(f"{item.name} ({item.id})" for item in machines)
         raise DeadlineError(
-            f"machines have not ended after {deadline_s:g} s: {left}",
+            f"machines have not ended after {DEADLINE_S:g} s: {left}",
             hint="they are still draining; end them in the cluster by their ids",
         ) from error
-
-
-async def _begun(source: MachineSource) -> list[Machine]:
-    return [item for item in await source.list_machines() if item.state != "asked"]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ....broker.client.login import CREDENTIALS_VARIABLE
 from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
-from .source import Machine, MachineNames
+from .source import Machine, MachineNames, node_command
 
 if TYPE_CHECKING:
     from kubernetes.client import CoreV1Api, V1Pod
@@ -97,13 +97,12 @@ def pool_label(names: MachineNames) -> str:
 
 def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
     """Return the pod of one machine; the pool owner's additions take precedence."""
-    command = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
     variables = {CREDENTIALS_VARIABLE: config.credentials} if config.credentials else {}
     size = {_GPU: str(config.slots)} if config.gpus else {"cpu": str(config.slots)}
     container = {
         "name": CONTAINER,
         "image": config.image,
-        "command": command if config.gpus else [*command, "--slots", str(config.slots)],
+        "command": node_command(config, url, name),
         "env": [{"name": key, "value": value} for key, value in variables.items()],
         "resources": {"limits": size} if config.gpus else {"requests": size},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108  the pod's own

@@ -25,7 +25,7 @@ from typing import Any, cast
 from ....broker.client.login import CREDENTIALS_VARIABLE
 from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import PlacementError
-from .source import Machine, MachineNames, WebReply, request
+from .source import ALLOCATED_GPUS, Machine, MachineNames, WebReply, node_command, request
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # noqa: S105  a variable's name
 _UNREACHABLE = "is the Ray cluster up? try `ray job list --address ADDRESS`"
@@ -186,11 +186,10 @@ def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
 
 
 def _node(config: MachinesConfig, url: str, name: str) -> str:
-    words = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
+    words = node_command(config, url, name)
     if config.credentials:
         words = ["env", f"{CREDENTIALS_VARIABLE}={config.credentials}", *words]
-    slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if config.gpus else f"--slots {config.slots}"
-    return f"{shlex.join(words)} {slots}"
+    return shlex.join(words) + (ALLOCATED_GPUS if config.gpus else "")
 
 
 def _jobs(reply: WebReply) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import httpx
 
 from ....envs.proxies import ProxiedTransport
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
 
 _DIGITS = 8
@@ -86,6 +87,16 @@ class MachineNames:
             collected += [] if name in known else [name]
             number += 1
         return collected
+
+
+ALLOCATED_GPUS = ' --gpus "$CUDA_VISIBLE_DEVICES"'
+"""The slots of a node on the GPUs that its cluster has given it, for a shell."""
+
+
+def node_command(config: MachinesConfig, url: str, name: str) -> list[str]:
+    """Return the command that runs a machine's node, without its slots if these are GPUs."""
+    words = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
+    return words if config.gpus else [*words, "--slots", str(config.slots)]
 
 
 # -- clusters behind commands ----------------------------------------------------------------------

@@ -15,7 +15,15 @@ from ..nodes import Nodes
 from .keeper import MachineKeeper
 from .kubernetes import KubernetesSource
 from .ray import RaySource
-from .source import CommandHints, Machine, MachineNames, MachineSource, run_command
+from .source import (
+    ALLOCATED_GPUS,
+    CommandHints,
+    Machine,
+    MachineNames,
+    MachineSource,
+    node_command,
+    run_command,
+)
 
 # -- SSH: machines that always exist ---------------------------------------------------------------
 # A machine's number is its host's place in the list. `flock` holds a lock on the host as long as
@@ -85,9 +93,7 @@ class SSHSource:
         return f"{self._config.logs or '.'}/{name}.log"
 
     def _node(self, name: str) -> str:
-        words = [self._config.python, "-P", "-m", "tinkermq.actors.node", "--nats", self._url]
-        words += ["--name", name]
-        words += [] if self._config.gpus else ["--slots", str(self._config.slots)]
+        words = node_command(self._config, self._url, name)
         if self._config.credentials:
             words = ["env", f"{CREDENTIALS_VARIABLE}={self._config.credentials}", *words]
         return shlex.join(words)
@@ -145,11 +151,8 @@ class SlurmSource:
         await _run(["scancel", "--quiet", *how, machine.id])
 
     def _script(self, name: str) -> str:
-        words = [self._config.python, "-P", "-m", "tinkermq.actors.node"]
-        words += ["--nats", self._url, "--name", name]
-        slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if self._config.gpus else "--slots "
-        slots += "" if self._config.gpus else str(self._config.slots)
-        return f"exec {_STEP} {shlex.join(words)} {slots}"
+        words = shlex.join(node_command(self._config, self._url, name))
+        return f"exec {_STEP} {words}{ALLOCATED_GPUS if self._config.gpus else ''}"
 
 
 def sbatch_arguments(config: MachinesConfig, name: str) -> list[str]:
@@ -212,21 +215,6 @@ async def _run(command: Sequence[str]) -> str:
 # -- the source of a configuration -----------------------------------------------------------------
 
 
-class NoSource:
-    """The source of a pool whose nodes are started by hand."""
-
-    async def list_machines(self) -> list[Machine]:
-        """Return no machines."""
-        return []
-
-    async def request_machine(self, name: str) -> None:
-        """Raise PlacementError."""
-        raise errors.PlacementError(f"{name} is not available here", hint="start nodes by hand")
-
-    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Do nothing: there are no requests."""
-
-
 class _Named:
     """A source that raises TinkermqErrors for all errors of its cluster's client."""
 
@@ -260,6 +248,7 @@ def _failure(error: BaseException) -> errors.TinkermqError:
 
 
 _SOURCES = {
+    "none": SSHSource,  # without hosts: nodes are started by hand
     "slurm": SlurmSource,
     "ray": RaySource,
     "kubernetes": KubernetesSource,
@@ -275,4 +264,4 @@ def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> Machi
 
 def machine_source(config: MachinesConfig, url: str) -> MachineSource:
     """Return the configured source of machines; nodes connect to the broker at `url`."""
-    return _Named(_SOURCES[config.kind](config, url)) if config.kind in _SOURCES else NoSource()
+    return _Named(_SOURCES[config.kind](config, url))

@@ -126,7 +126,7 @@ def refuse_endpoints(config: JobConfig, user: str) -> None:
 
     Generators call it from within the pool's network, which users must not reach through them.
     """
-    allowed = _listed(ENDPOINTS_VARIABLE)
+    allowed = os.environ.get(ENDPOINTS_VARIABLE, "").replace(",", " ").split()
     for name in config.algorithm.asked_teachers.values():
         base = endpoint(name)[0]
         if is_endpoint(name) and base not in allowed:
@@ -136,10 +136,6 @@ def refuse_endpoints(config: JobConfig, user: str) -> None:
                 hint=f"let the operator add it to ${ENDPOINTS_VARIABLE} of the scheduler, or use "
                 "an inference job: job:NAME",
             )
-
-
-def _listed(variable: str) -> list[str]:
-    return os.environ.get(variable, "").replace(",", " ").split()
 
 
 def refuse_runs_of_others(

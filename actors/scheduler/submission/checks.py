@@ -21,7 +21,7 @@ from ....schemas.config.sections import is_url, model_paths
 from ....schemas.job import ActorPlacement, JobRecord
 from ....schemas.node import LookQuestion, ModelQuestion, NodeStatus
 from ....schemas.plan.plan import plan_for_pool
-from ....schemas.plan.settings import refuse_long_contexts
+from ....schemas.plan.settings import refuse_models
 from ....schemas.wire import errors
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import node as node_subject
@@ -112,19 +112,19 @@ class JobChecks:
         else:
             yield _passed("memory", "\n".join(plan.lines()))
 
-    async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
-        """Raise ModelError for sequences longer than the positions of a model of the job.
+    async def refuse_models(self, config: JobConfig, reader: Reader, *, trains: bool) -> None:
+        """Raise ModelError for models that cannot be used, as their config.json says.
 
         Models unknown to the scheduler or hidden from the reader are checked by the generators.
         """
         if await self._may_know_all(models_of(config), reader):
-            await self._files.read(reader.user, refuse_long_contexts, config)
+            await self._files.read(reader.user, refuse_models, config, trains=trains)
 
     async def _check_models(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
     ) -> list[CheckResult]:
         try:
-            await self.refuse_long_contexts(config, reader)
+            await self.refuse_models(config, reader, trains=record.trains)
         except errors.ModelError as error:
             return [failed_check("model", error, _SCHEDULER)]
         if record.fork_dir:

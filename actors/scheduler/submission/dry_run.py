@@ -141,14 +141,10 @@ class DryRuns:
                     node, verb, question, timeout_s=timeout_s
                 )
             if reply.done:
-                return _signed(reply, node)
+                by = {"by": f"node {node}"}
+                return CheckReply(results=[item.model_copy(update=by) for item in reply.results])
             nodes = [other for other in nodes if other != node]
         return None
-
-
-def _signed(reply: CheckReply, node: str) -> CheckReply:
-    by = {"by": f"node {node}"}
-    return CheckReply(results=[result.model_copy(update=by) for result in reply.results])
 
 
 def _find_host(record: JobRecord, config: JobConfig) -> ActorPlacement:

@@ -573,9 +573,12 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
     after = parse_config(with_changes(known, changes))
     for key, why in _KEPT:
         if _value(before, key) != _value(after, key):
+            instead = f"tinkermq fork {record.name}@last {key}=…"
+            if key == _OPTIMIZER:  # a fork keeps its state
+                instead = f"tinkermq train CONFIG --from {record.name}"
             raise errors.ConfigError(
                 f"{key} of run {record.name} cannot be changed when it is resumed: {why}",
-                hint=f"start a new run from its checkpoint: `{_instead(record.name, key)}`",
+                hint=f"start a new run from its checkpoint: `{instead}`",
             )
     steps = after.training.num_steps
     if steps is not None and steps != before.training.num_steps and steps < record.version:
@@ -586,13 +589,6 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
             f"`tinkermq fork {record.name}@{steps} training.num_steps=N`",
         )
     return after
-
-
-def _instead(name: str, key: str) -> str:
-    """Return the command for a new run with that change; a fork keeps the optimiser's state."""
-    if key == _OPTIMIZER:
-        return f"tinkermq train CONFIG --from {name}"
-    return f"tinkermq fork {name}@last {key}=…"
 
 
 def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import structlog
@@ -150,9 +151,15 @@ class Submission:
         self._check_kind(user, request)
         parse_config(request.config)
         record, config, _ = await self._planned(await self._blank(user, "tried", request))
-        place = (config, self._folder_of(user), self._view.run_folders_of(user))
-        folder = await self._files.read(user, origins.run_dir_of, *place)
-        return record.model_copy(update={"run_dir": str(folder)}), config
+        folder = await self._run_dir(user, origins.run_dir_of, config)
+        return record.model_copy(update={"run_dir": folder}), config
+
+    async def _run_dir(self, user: str, find: Callable[..., Path], config: JobConfig) -> str:
+        """Return the run folder of a user's job, found or created by `find`."""
+        owner = "" if user == DEFAULT_USER and not self._view.has_users else user
+        return str(
+            await self._files.read(user, find, config, owner, self._view.run_folders_of(user))
+        )
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         async with self._view.lock(user):
@@ -245,9 +252,8 @@ class Submission:
                 raise result.error()
         planned = planned.model_copy(update={"stored_bytes": states.reserved_bytes(config)})
         self._view.check_growth(before, planned)
-        place = (config, self._folder_of(record.user), self._view.run_folders_of(record.user))
-        run_dir = await self._files.read(record.user, origins.make_run_dir, *place)
-        planned = planned.model_copy(update={"run_dir": str(run_dir)})
+        run_dir = await self._run_dir(record.user, origins.make_run_dir, config)
+        planned = planned.model_copy(update={"run_dir": run_dir})
         stores = Stores(self._broker)
         copies = await origins.copy_origins(planned, config, models.folders, stores)
         fields = {
@@ -277,8 +283,7 @@ class Submission:
         fields = {
             "kind": kind,
             "actors": states.actors_for(config, kind),
-            "output_roots": [str(root) for root in roots],
-            "own_folders": self._own_folders(record.user),
+            **self._may_write(record.user, roots),
             "teachers": models.teachers,
             "judge": models.judge,
         }
@@ -297,12 +302,9 @@ class Submission:
             refuse_unregistered_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, roots = await allowed_config(record, config, self._view, self._files)
-            may_write = {
-                "output_roots": [str(root) for root in roots],
-                "own_folders": self._own_folders(record.user),
-            }
-            reader = self.checks.reader(record.model_copy(update=may_write))
-            await self.checks.refuse_long_contexts(config, reader)
+            may_write = record.model_copy(update=self._may_write(record.user, roots))
+            reader = self.checks.reader(may_write)
+            await self.checks.refuse_models(config, reader, trains=record.trains)
             models = await self.origins.named(record, config)
             config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
             needed = states.actors_for(config, record.kind)
@@ -327,14 +329,17 @@ class Submission:
         self._view.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
 
+    def _may_write(self, user: str, roots: Iterable[Path]) -> dict[str, list[str]]:
+        """Return the fields of a record with the folders in which its processes may write."""
+        return {
+            "output_roots": [str(root) for root in roots],
+            "own_folders": self._own_folders(user),
+        }
+
     def _own_folders(self, user: str) -> list[str]:
         """Return the folders in which a user's runs lie."""
         above = {folder.parent for folder in self._view.run_folders_of(user)}
         return sorted(str(folder) for folder in above if folder.name == user)
-
-    def _folder_of(self, user: str) -> str:
-        """Return the folder for a user's runs; a pool without users has one for all."""
-        return "" if user == DEFAULT_USER and not self._view.has_users else user
 
     def _is_taken(self, user: str, job: str, name: str) -> bool:
         """Return whether another run of the user has the name."""

@@ -626,9 +626,7 @@ class EngineOfUser:
             on_token=on_token,
             images=images,
         )
-        if id(prompt_ids) not in self._prompts:
-            self._prompts.add(id(prompt_ids))
-            self._engine.count(self._user, len(prompt_ids))
+        self._count_prompt(prompt_ids)
         return await made
 
     async def score(
@@ -642,10 +640,13 @@ class EngineOfUser:
             top_k=top_k,
             adapter=self._adapter,
         )
+        self._count_prompt(prompt_ids)
+        return scores
+
+    def _count_prompt(self, prompt_ids: Sequence[int] | IntVector) -> None:
         if id(prompt_ids) not in self._prompts:
             self._prompts.add(id(prompt_ids))
             self._engine.count(self._user, len(prompt_ids))
-        return scores
 
     def cancel(self, request_id: str) -> None:
         """End a request."""

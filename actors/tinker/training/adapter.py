@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ....schemas.tinker.datum import AdamParams, LoraSpec
 from ....schemas.wire.errors import ModelError
-from ...policy.adapted_layers import AdaptedLayers, LowRank
+from ...policy.adapted_layers import AdaptedLayers, LowRank, sizes_of
 from ...storage.files import storage_error
 from ...training.model import Scorer
 from .inputs import PendingWindow
@@ -92,7 +92,7 @@ def shapes_of(layers: AdaptedLayers, head: nn.Module | None) -> dict[str, LayerS
     for name, layer in layers.linear.items():
         in_attention = any(word in part for part in name.split(".") for word in _ATTENTION)
         kind: LayerKind = "unembed" if layer is head else "attn" if in_attention else "mlp"
-        shapes[name] = LayerShape(kind, layer.in_features, layer.out_features)
+        shapes[name] = LayerShape(kind, *sizes_of(layer))
     return shapes
 
 

@@ -33,7 +33,6 @@ from ...training.parallel import Parallel
 from ...training.varlen import AttentionKey
 from .adapter import (
     Adapter,
-    Moments,
     SharedBase,
     num_bytes_of,
     read_suspended,
@@ -197,10 +196,6 @@ class AdapterTrainer:
     def tensors(self, model_id: str) -> dict[str, Tensor]:
         """Return copies of a model's adapter on the CPU, float32, by PEFT's names."""
         return self._of(model_id).tensors()
-
-    def moments(self, model_id: str) -> Moments:
-        """Return copies of a model's optimiser state on the CPU."""
-        return self._of(model_id).moments()
 
     def begin(
         self,

@@ -30,8 +30,10 @@ KINDS = (
     "deepseek_v3",
     "gemma3_text",
     "gpt_oss",
+    "jamba",
     "lfm2",
     "llama4_text",
+    "mamba",
     "mistral",
     "nemotron_h",
     "qwen3_5_text",
@@ -42,7 +44,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in QUICK else pytest.param(family, marks=pytest.mark.full)
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.long)
         for family in FAMILIES
     ],
 )

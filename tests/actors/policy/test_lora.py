@@ -14,6 +14,7 @@ from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.policy.lora import (
     initial_adapter,
+    layer_names,
     other_adapter,
     policy_tensors,
     refuse_other_kind,
@@ -39,6 +40,7 @@ from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.phimoe import PhimoeConfig, PhimoeForCausalLM
 
+from tests.support.families import make_model
 from tests.support.groups import random_group
 from tests.support.models import bytes_of, make_tiny_model, plain_logprobs
 
@@ -313,7 +315,17 @@ def test_a_router_that_is_a_linear_layer_gets_no_adapter(tmp_path: Path) -> None
         num_local_experts=4,
     )
     PhimoeForCausalLM(config).save_pretrained(tmp_path)
+    named = LoraConfig(rank=4, targets=["q_proj", "router"])
     with pytest.raises(ModelError, match=r"matches model\.layers\.0\.mlp\.router"):
-        load_policy(str(tmp_path), LoraConfig(rank=4), dtype=torch.float32)
-    attention = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
-    load_policy(str(tmp_path), attention, dtype=torch.float32)
+        load_policy(str(tmp_path), named, dtype=torch.float32)
+    model = load_policy(str(tmp_path), LoraConfig(rank=4), dtype=torch.float32)
+    assert layer_names(model) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+def test_a_layer_whose_weights_kernels_read_gets_no_adapter(tmp_path: Path) -> None:
+    make_model("bamba").save_pretrained(tmp_path)
+    model = load_policy(str(tmp_path), LoraConfig(rank=4), dtype=torch.float32)
+    assert "in_proj" in layer_names(model)
+    with pytest.raises(ModelError, match=r"matches model\.layers\.0\.mamba\.out_proj") as refused:
+        load_policy(str(tmp_path), LoraConfig(rank=4, targets=["out_proj"]), dtype=torch.float32)
+    assert "lora.exclude=[out_proj]" in refused.value.hint

@@ -39,6 +39,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.cancelling import cancel_everywhere
 from tests.support.models import bytes_of
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
@@ -93,6 +94,37 @@ async def test_what_was_published_is_fetched_bit_for_bit(store: WeightStore) -> 
     assert _same(await store.fetch(manifest), tensors)
     assert await store.latest() == manifest
     assert await store.manifest(0) == manifest
+
+
+async def test_a_fetch_cancelled_at_any_await_leaves_nothing_and_the_next_one_is_whole(
+    open_store: Callable[..., WeightStore], broker: Broker
+) -> None:
+    learner, versions = open_store(broker), [_tensors(1, 5000)]
+    changed = bytearray(versions[0]["layer.0.bias"].data)
+    changed[:2] = b"ab"
+    versions.append(
+        {**versions[0], "layer.0.bias": TensorBytes("bfloat16", (5000,), memoryview(changed))}
+    )
+    for number, tensors in enumerate(versions):
+        await learner.publish(number, tensors)
+
+    async def play() -> None:
+        receiver = open_store(broker)
+        try:
+            for number, tensors in enumerate(versions):
+                assert await receiver.wait_newer(number - 1, PATIENCE_S) is not None
+                manifest = await receiver.manifest(number)
+                assert manifest is not None
+                assert _same(await receiver.fetch(manifest), tensors)
+        finally:
+            await receiver.close()
+
+    num_subscriptions = len(broker.nc._subs)
+
+    async def given_back() -> None:
+        assert len(broker.nc._subs) == num_subscriptions
+
+    assert await cancel_everywhere(play, given_back) > 6
 
 
 async def test_nothing_at_all_can_be_published(store: WeightStore) -> None:

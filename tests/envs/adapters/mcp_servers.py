@@ -13,7 +13,6 @@ def shop() -> MCPServer:
     """Hold a basket: a server with state, a resource and a prompt."""
     server = MCPServer("shop", instructions="Buy what is asked for.")
     baskets: dict[str, list[str]] = {}
-    waits = [0, 0]
 
     def basket_of(context: Context[Any, Any]) -> list[str]:
         session = (context.headers or {}).get("mcp-session-id", "the only one")
@@ -46,6 +45,24 @@ def shop() -> MCPServer:
         """Return the price of something."""
         return len(item)
 
+    @server.resource("shop://rules")
+    def rules() -> str:
+        """The rules of the shop."""
+        return "One basket each."
+
+    @server.prompt()
+    def greeting(name: str) -> str:
+        """Greet a customer."""
+        return f"You serve {name}."
+
+    return server
+
+
+def slow() -> MCPServer:
+    """Wait, and count the calls that were cancelled meanwhile."""
+    server = MCPServer("slow")
+    waits = [0, 0]
+
     @server.tool()
     async def wait() -> str:
         """Wait for an hour."""
@@ -60,16 +77,6 @@ def shop() -> MCPServer:
     def count_waits() -> str:
         """Return how many waits have begun, and how many were cancelled."""
         return str(waits)
-
-    @server.resource("shop://rules")
-    def rules() -> str:
-        """The rules of the shop."""
-        return "One basket each."
-
-    @server.prompt()
-    def greeting(name: str) -> str:
-        """Greet a customer."""
-        return f"You serve {name}."
 
     return server
 
@@ -132,7 +139,7 @@ def lets_go() -> MCPServer:
 
 def main() -> None:
     """Serve over stdio, or at a port: `NAME PORT [json] [stateless]`."""
-    server = {"shop": shop, "clock": clock, "lets_go": lets_go}[sys.argv[1]]()
+    server = {"shop": shop, "slow": slow, "clock": clock, "lets_go": lets_go}[sys.argv[1]]()
     if len(sys.argv) > 2:
         server.run(
             "streamable-http",

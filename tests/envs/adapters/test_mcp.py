@@ -94,6 +94,13 @@ def shop_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def slow_url() -> Iterator[str]:
+    """Serve the server that waits, over HTTP."""
+    with served("slow") as url:
+        yield url
+
+
 @contextlib.contextmanager
 def served(*words: str) -> Iterator[str]:
     """Serve a server of the real package over HTTP."""
@@ -160,10 +167,10 @@ async def test_each_episode_has_a_session_of_its_own_unless_they_share_one(shop_
     ],
 )
 async def test_a_call_that_nobody_waits_for_any_more_is_cancelled_at_a_real_server(
-    is_http: bool, limit_s: float, is_shared: bool, shop_url: str
+    is_http: bool, limit_s: float, is_shared: bool, slow_url: str
 ):
     def settings(limit_s: float) -> GameServer:
-        own = {"name": "shop", "url": shop_url} if is_http else real("shop")
+        own = {"name": "slow", "url": slow_url} if is_http else real("slow")
         keys = {"shared": is_shared, "call_timeout_s": limit_s}
         return GameServer.model_validate({**own, **keys})
 

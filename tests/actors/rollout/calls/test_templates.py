@@ -60,7 +60,7 @@ def test_nothing_is_lacking_where_everything_was_proved(name: str) -> None:
         ("phi3", "tools are refused"),
         ("llama3_1", "several tool calls in one turn is refused"),
         ("qwen3_5_think", "system messages behind the first are shown as words of the user"),
-        ("gemma4", "tool calls are not read"),
+        ("muse_glimmer", "tool calls are not read"),
     ],
 )
 def test_what_a_template_cannot_do_is_told(name: str, told: str) -> None:
@@ -115,6 +115,37 @@ def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name
     assert facts_of(chat).reads_calls
 
 
+def test_calls_in_an_unknown_format_are_read_by_the_response_template() -> None:
+    tokenizer: Any = chat_of("qwen3").tokenizer
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "act>")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<act>",
+                "close_pattern": r"</act>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    chat = ChatTokenizer(tokenizer)
+    prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
+    said = 'I look.<act>\n{"name": "search", "arguments": {"query": "x"}}\n</act><|im_end|>'
+    reply = parse_reply(read_text(chat, prompt, chat.encode(said), [TOOL]), "c", calls=True)
+    assert call_format(chat) is None
+    assert facts_of(chat).reads_calls
+    assert (reply.text, [call.value for call in reply.calls]) == ("I look.", [{"query": "x"}])
+
+
+def test_a_template_that_leaves_out_results_is_no_template_of_a_game_with_tools() -> None:
+    with pytest.raises(ModelError, match="omits a message of the tool"):
+        chat_of("gemma4").first_prompt([ASKED.for_template()], [TOOL])
+
+
 FABRICATED = {
     "glm4moe": [
         '<tool_call>search\n{"query": "x"}</tool_call>',
@@ -152,8 +183,11 @@ def test_a_call_is_not_given_arguments_that_the_model_did_not_write(name: str, s
 @pytest.mark.parametrize(
     ("name", "format_name"),
     [
-        ("qwen2_5", None),
-        ("qwen3", None),
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("gemma4", "gemma4"),
+        ("gptoss", "harmony"),
+        ("lfm2_2_5", "lfm2"),
         ("llama3_1", "llama"),
         ("qwen3_5_think", "qwen_xml"),
         ("glm4moe", "glm"),
@@ -166,7 +200,7 @@ def test_the_template_says_in_which_format_its_model_writes_calls(
 ) -> None:
     chat = chat_of(name)
     read = call_format(chat)
-    assert (read.__name__ if read else None) == format_name
+    assert (read.name if read else None) == format_name
     assert facts_of(chat).reads_calls == (name != "phi3")
 
 

@@ -1,0 +1,76 @@
+"""What a config.json says of the kind of a model, and which kinds are refused. No torch."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from ..wire.errors import ModelError
+from .model_shape import count_positions
+
+_NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+$")
+"""Ends of classes of transformers that generate no text, such as BertForMaskedLM."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the text decoder."""
+    inner = config.get("text_config")
+    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+
+
+def refuse_without_decoder(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for an encoder-decoder, a classifier, or another model without a decoder.
+
+    transformers would load a classifier with a random output layer.
+    """
+    listed = config.get("architectures")
+    names = [str(name) for name in cast("list[Any]", listed)] if isinstance(listed, list) else []
+    named = ", ".join(names) or str(config.get("model_type", "?"))
+    if config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{path} is an encoder-decoder ({named}), and only decoders are trained and served",
+            hint="name a model that decodes its own prompt, such as Qwen3 or Llama",
+        )
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        raise ModelError(
+            f"{path} is a classifier or reward model ({named}), which generates nothing",
+            hint="name a language model; a reward model is used through env.reward with "
+            "source=endpoint",
+        )
+    if names and all(map(_NO_DECODER.search, names)):
+        raise ModelError(
+            f"{path} has no text decoder ({named}), and generates nothing",
+            hint="name a language model, such as Qwen3 or Llama",
+        )
+
+
+def refuse_quantised(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for quantised weights, which only vLLM computes, and only to serve them."""
+    for part in (config, text_config(config)):
+        settings = part.get("quantization_config")
+        if isinstance(settings, Mapping):
+            method = cast("Mapping[str, Any]", settings).get("quant_method", "unknown method")
+            raise ModelError(
+                f"the weights of model {path} are quantised ({method}), and learners and the "
+                "transformers engine compute with whole ones",
+                hint="take the model's version in bfloat16; with generator.engine=vllm a quantised "
+                "model is served and evaluated, not trained",
+            )
+
+
+def refuse_long_windows(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for layers with a window that is longer than the model's context.
+
+    A window that no layer is named to have is often longer (Phi 3, Qwen2), and has no effect.
+    """
+    text, positions = text_config(config), count_positions(config)
+    kinds: Any = text.get("layer_types")
+    window: Any = text.get("sliding_window")
+    if not isinstance(kinds, list) or not isinstance(window, int):
+        return
+    if "sliding_attention" in kinds and 0 < positions < window:
+        raise ModelError(
+            f"the sliding layers of model {path} see {window} tokens, and it has positions for "
+            f"{positions}",
+            hint="correct sliding_window or max_position_embeddings in config.json: one of them "
+            "belongs to another model",
+        )

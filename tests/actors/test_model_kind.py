@@ -1,0 +1,51 @@
+"""What a model is, and what computes it, is told from its configuration alone."""
+
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.model_kind import kind_checks
+from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.schemas.checks import CheckResult, run_checks
+from tinkermq.schemas.config.job import JobConfig
+from transformers.models.phi3 import Phi3Config
+
+from tests.support.refused_models import REFUSED, save_refused
+
+
+def checked(folder: Path) -> dict[str, CheckResult]:
+    job = JobConfig.model_validate({"model": {"path": str(folder)}, "env": {"game": "bandit"}})
+    return {result.name: result for result in run_checks(kind_checks(job, alone=True))}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_work_is_refused_with_the_reason_and_the_remedy(
+    name: str, tmp_path: Path
+) -> None:
+    said = save_refused(name, tmp_path)
+    failed = [result for result in checked(tmp_path).values() if not result.ok]
+    assert any(said in result.detail for result in failed), failed
+    assert all(result.hint and result.code == "model" for result in failed[:1])
+
+
+def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    for file in tmp_path.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    results = checked(tmp_path)
+    assert {name for name, result in results.items() if result.outcome != "ok"} == {
+        "vLLM engine",
+        "tokenizer",
+    }
+    assert results["learner"].detail.startswith("packed rows")
+    assert "q_proj" in results["LoRA"].detail
+
+
+@pytest.mark.full
+def test_a_window_that_no_layer_is_named_to_have_may_be_longer_than_the_context(
+    tmp_path: Path,
+) -> None:
+    Phi3Config(num_hidden_layers=2, sliding_window=1 << 18).save_pretrained(tmp_path)
+    results = checked(tmp_path)
+    assert [name for name, result in results.items() if not result.ok] == []
