@@ -136,7 +136,14 @@ class _ModelKind:
         return "takes it: keys and values of all tokens"
 
     def vllm_engine(self) -> str:
-        """Look the model's class up among those of the installed vLLM."""
+        """Refuse a family that vLLM does not compute."""
+        try:
+            adapts = self._job.lora.rank > 0
+            model_refusals.refuse_in_vllm(self._path, self._config.to_dict(), adapts=adapts)
+        except ModelError as error:
+            if self._job.generator.engine == "vllm":
+                raise
+            raise CheckSkipped(error.message) from error
         raise CheckSkipped("see the documentation of the vLLM that generators have")
 
     def lora(self) -> str:

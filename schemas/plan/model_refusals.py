@@ -74,3 +74,43 @@ def refuse_long_windows(path: str, config: Mapping[str, Any]) -> None:
             hint="correct sliding_window or max_position_embeddings in config.json: one of them "
             "belongs to another model",
         )
+
+
+_NOT_RECURRENT = (
+    "vLLM 0.32 has no class for it, and what it runs through transformers has no recurrent layers"
+)
+VLLM_REFUSALS: Mapping[str, str] = {
+    "bamba": _NOT_RECURRENT,
+    "minimax": _NOT_RECURRENT,
+    "recurrent_gemma": _NOT_RECURRENT,
+}
+"""Why vLLM does not compute a family, by its `model_type`."""
+
+
+_STALE_IN_VLLM = (
+    "ernie4_5_moe",
+    "exaone_moe",
+    "gpt_oss",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "mixtral",
+)
+"""Families of which vLLM 0.32 takes the tensors of a checkpoint, and not all of a new version."""
+
+
+def refuse_in_vllm(path: str, config: Mapping[str, Any], *, adapts: bool) -> None:
+    """Raise ModelError for a family that vLLM does not compute, or not with new weights.
+
+    `adapts`: new versions are adapters, and the model's own weights stay.
+    """
+    text = text_config(config)
+    kind = str(text.get("model_type", "?"))
+    reason = VLLM_REFUSALS.get(kind)
+    is_stale = kind in _STALE_IN_VLLM and text.get("num_local_experts") != 0  # dense Granite 4
+    if reason is None and is_stale and not adapts:
+        reason = "it would keep some of its first weights when new ones arrive"
+    if reason is not None:
+        raise ModelError(
+            f"vLLM cannot compute model {path} of type {kind!r}: {reason}",
+            hint="set generator.engine=transformers, if it takes the model (docs/models.md)",
+        )
