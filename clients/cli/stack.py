@@ -113,12 +113,7 @@ def up(
     json
         Print JSON.
     """
-    if slots is not None and slots < 1:
-        raise ConfigError(f"--slots is {slots}", hint="give at least 1")
-    if not SYNC_INTERVAL.fullmatch(sync_interval):
-        raise ConfigError(
-            f"--sync-interval is {sync_interval!r}", hint="give always, or a time such as 10s or 2m"
-        )
+    _check_numbers(slots, sync_interval)
     folder = (store or default_folder()).resolve()
     _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
     running = Home(folder).read_running_stack()
@@ -135,7 +130,13 @@ def up(
         slots=slots,
         on=_machines(on, slots),
     )
-    if running is None:
+    if running is not None:
+        chosen = options.model_dump(mode="json", exclude_defaults=True, exclude={"home", "port"})
+        chosen |= {"port": port or None, "gateway_port": gateway_port or None}
+        _refuse_other(running, {**chosen, "no_gateway": no_gateway or None})
+        if not json:
+            print_note("a stack is up already; `tinkermq down` stops it")
+    else:
         needs = _NEEDS if on is None else _SCHEDULER_NEEDS
         check_worker("`up` starts a scheduler and a node on this machine", needs)
         gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
@@ -143,12 +144,6 @@ def up(
         if foreground:
             return _hold(options, as_json=json)
         running = start_detached(options)
-    else:
-        chosen = options.model_dump(mode="json", exclude_defaults=True, exclude={"home", "port"})
-        chosen |= {"port": port or None, "gateway_port": gateway_port or None}
-        _refuse_other(running, {**chosen, "no_gateway": no_gateway or None})
-        if not json:
-            print_note("a stack is up already; `tinkermq down` stops it")
     _show(running, as_json=json)
     return 0
 
@@ -248,6 +243,15 @@ def _machines(on: str | None, slots: int | None) -> str | None:
             hint="give the slots of a machine as `slots:` of a YAML file (docs/clusters.md)",
         )
     return on if ":" in on or on == "none" else str(Path(on).resolve())
+
+
+def _check_numbers(slots: int | None, sync_interval: str) -> None:
+    if slots is not None and slots < 1:
+        raise ConfigError(f"--slots is {slots}", hint="give at least 1")
+    if not SYNC_INTERVAL.fullmatch(sync_interval):
+        raise ConfigError(
+            f"--sync-interval is {sync_interval!r}", hint="give always, or a time such as 10s or 2m"
+        )
 
 
 def _check_listening(
