@@ -7,7 +7,7 @@ from typing import Any, cast
 from ..wire.errors import ModelError
 from .model_shape import count_positions
 
-_NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+$")
+_NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+\Z")
 """Ends of classes of transformers that generate no text, such as BertForMaskedLM."""
 
 
