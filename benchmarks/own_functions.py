@@ -26,23 +26,12 @@ from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.parallel import Parallel
 from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
-from transformers import Qwen2Config
 from transformers.utils import logging
 
 from .learner_step import StepSequences
 from .report import Report, parser
-from .sizes import ALL_CORES, SIZES, save_random_weights
+from .sizes import ALL_CORES, SIZES, SMOLLM2, save_random_weights
 
-SMOLLM2 = Qwen2Config(
-    hidden_size=576,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    intermediate_size=1536,
-    vocab_size=49152,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
 OWN = {
     "own_advantage": "examples.own_algorithms:best_of_group",
     "own_loss": "examples.own_algorithms:clipped",

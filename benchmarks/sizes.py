@@ -50,6 +50,19 @@ SIZES = {
 """The shapes of Qwen2.5's models, and one that a CPU trains."""
 
 
+SMOLLM2 = Qwen2Config(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+"""The shape of SmolLM2-135M."""
+
+
 def save_random_weights(config: Qwen2Config, folder: Path) -> int:
     """Write a model of random weights, bfloat16 where there is a GPU; return how many it has."""
     logging.disable_progress_bar()

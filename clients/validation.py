@@ -85,6 +85,9 @@ def resolve_paths(
     env: dict[str, Any] = resolved.get("env") or {}
     if env.get("hosts") != 0:
         _resolve_programs(resolved.get("agent") or {})
+        kwargs: dict[str, Any] = env.get("kwargs") or {}
+        if env.get("game") == "openenv" and Path(str(kwargs.get("python"))).exists():
+            kwargs["python"] = str(Path(str(kwargs["python"])).absolute())  # a link in a venv stays
     if is_local_pool(broker_url) and ("output_dir" in resolved or not has_users):
         resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())
     return resolved

@@ -64,7 +64,7 @@ class ChatData:
         return len(self._rows)
 
     def row(self, number: int) -> ChatRow:
-        """Decode a row; DataError for one without a conversation."""
+        """Decode a row; DataError for one without a message that is learnt."""
         row, where = self._rows.row(number)
         messages = read_conversation(row.get("messages"), Origin("messages", where))
         trained = frozenset(n for n, item in enumerate(messages) if _is_trained(item, n, where))
@@ -72,18 +72,14 @@ class ChatData:
         for key in {key for item in plain for key in item} - _KNOWN_KEYS:
             self.unknown_keys.setdefault(key, where)
         seen = _with_images(plain, row, where)
-        return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where, trained)
-
-    def check_row(self, number: int) -> ChatRow:
-        """Decode a row; DataError also for one without a message that is learnt."""
-        row = self.row(number)
-        if not row.trained:
+        tools = read_tools(row.get("tools"), Origin("tools", where))
+        if not trained:
             raise DataError(
-                f"no assistant message is learnt in {row.where}",
+                f"no assistant message is learnt in {where}",
                 hint="only the assistant's messages are learnt, except those that a key "
                 f"({', '.join(TRAINED_KEYS)}) excludes: leave the row out",
             )
-        return row
+        return ChatRow(seen, tools, where, trained)
 
     @property
     def note(self) -> str:

@@ -75,6 +75,10 @@ class AbstractGame(ABC):
     isolation: ClassVar[Literal["thread", "process"]] = "thread"
     """Where the game runs by default: `process` for a game that may crash, hang or use much memory.
     """
+    named_arguments: ClassVar[tuple[str, ...]] = ()
+    """Arguments that name objects to import, as `module:name` or a list of these; they are imported
+    before the game is made, as its package is.
+    """
     takes_rows: ClassVar[bool] = False
     """Whether `reset` gets all columns of a row of data, as a map `row`, and none by its name."""
     roles: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -96,7 +96,7 @@ def check_registered(game: str) -> None:
 
 FOREIGN = {"trl": "tinkermq.envs.adapters.trl_environments"}
 """Prefixes of classes of other libraries, as in `trl:module:Class`, with the module whose `game_of`
-makes a game of the class and whose `modules_of` lists its imports."""
+makes a game of the class, a subclass of its `BASE`, and whose `modules_of` lists its imports."""
 
 
 def plays_any_row(game: str) -> bool:
@@ -118,11 +118,37 @@ def load_game(game: str) -> type[AbstractGame]:
     return _import_class(_target(game))
 
 
-def import_needs(game_class: type[AbstractGame]) -> None:
-    """Import the package of a game that imports it when it is created, if it is installed."""
+def import_needs(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> None:
+    """Import what a game imports when it is created, so that the time does not count as the game's.
+
+    That is its package, if it is installed, and what its arguments name (`named_arguments`).
+    """
     needs = getattr(game_class, "needs", None)
     if isinstance(needs, Extra) and needs.installed:
         needs.load()
+    for target in _named(game_class, kwargs):
+        import_object(target)
+
+
+def named_objects(game: str, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the objects, as `module:name`, that the arguments of one of our own games name.
+
+    No user's code is run; of other games none are known.
+    """
+    kind = game.partition(":")[0]
+    if kind in FOREIGN:
+        return _named(importlib.import_module(FOREIGN[kind]).BASE, kwargs)
+    targets = [entry.value for entry in registered_games().get(game, [])]
+    is_ours = len(targets) == 1 and targets[0].startswith("tinkermq.envs.")
+    return _named(load_game(game), kwargs) if is_ours else []
+
+
+def _named(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> list[str]:
+    values = [kwargs.get(name) for name in game_class.named_arguments]
+    targets: list[Any] = []
+    for value in values:
+        targets += cast("list[Any]", value) if isinstance(value, list) else [value]
+    return [target for target in targets if isinstance(target, str) and ":" in target]
 
 
 def find_game(game: str) -> str:
@@ -208,6 +234,19 @@ def _closest(game: str) -> str:
     near = difflib.get_close_matches(game, names, n=1)
     known = f"registered are {', '.join(names)}; or give package.module:Class"
     return f"did you mean {near[0]}? {known}" if near else known
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str], what: str, otherwise: str) -> None:
+    """Raise GameError, `what` and the name, for a name that is not a known one.
+
+    The hint has the closest ones, or is `otherwise`.
+    """
+    choices = list(known)
+    for name in names:
+        if name not in choices:
+            near = difflib.get_close_matches(name, choices, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else otherwise
+            raise GameError(f"{what} {name!r}", hint=hint)
 
 
 def import_object(target: str) -> tuple[ModuleType, Any]:

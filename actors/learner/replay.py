@@ -32,7 +32,7 @@ from ...schemas.job import JobRecord
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import NotFoundError, TinkermqError
-from ..policy.devices import own_device
+from ..policy.devices import own_card, own_device
 from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder, prefix_of
 from ..runtime import service_parser
@@ -46,6 +46,7 @@ from ..training.numerics import settle_numerics
 from ..training.parallel import check_num_threads, torch_thread
 from ..training.policies import Policies, load_models
 from ..training.state import Numerics
+from .memory import with_chosen_settings
 from .ranks.processes import ChildRanks
 from .start import starting_point
 
@@ -109,6 +110,7 @@ async def replay(
     saved_state = load_state(newest)
     total_steps, recorded = saved_state.total_steps, saved_state.numerics
     config = _as_recorded(config, recorded)
+    config = await asyncio.to_thread(with_chosen_settings, config, own_card())
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]

@@ -414,9 +414,7 @@ class ChatTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         text = self._token_texts.get(token_id)
-        if (
-            text is None
-        ):  # cached: log-probs need the texts of the likeliest tokens at each position
+        if text is None:  # cached: log-probs need texts of the likeliest tokens at each position
             text = cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
             self._token_texts[int(token_id)] = text
         return text
@@ -520,6 +518,11 @@ class ChatTokenizer:
             with_reply.append(observation)
             later = self.render(with_reply, prompt=True, tools=tools)
             self._must_extend(now, later, f"a message of the {role}")
+            if observation["content"] not in later[len(now) :]:
+                raise ModelError(
+                    f"the model's chat template omits a message of the {role} behind an answer",
+                    hint="use a template that shows it, or play the game as an agent program",
+                )
             if later[len(now) :] != (appended := self._behind([observation])):
                 raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
             with_reply.append({"role": "assistant", "content": _REPLY})
@@ -531,8 +534,7 @@ class ChatTokenizer:
     def _behind(self, observation: Sequence[ChatMessage]) -> str:
         """Return the rendering of messages between a turn and the next one."""
         whole = self.render([*_STAND_IN, *observation], prompt=True)
-        if not whole.startswith(self._before):
-            raise _rewrites("an observation", self._before, whole)
+        self._must_extend(self._before, whole, "an observation")
         return whole[len(self._before) :]
 
     def _is_other_behind_text(self) -> bool:

@@ -1,8 +1,6 @@
 """Open, check and write Hugging Face model folders, and explain their errors."""
 
-import json
 import socket
-import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
@@ -17,6 +15,7 @@ from ...schemas.config.sections import LoraConfig, model_paths
 from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
 from ...schemas.plan.model_refusals import refuse_without_decoder, text_config
+from ...schemas.plan.model_shape import stored_shapes
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 _HUB_S = 5.0
-_MAX_HEADER_BYTES = 100 << 20
-"""Largest header of a weights file: safetensors' own bound."""
 
 
 def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
@@ -232,39 +229,6 @@ def _check_files(path: str, *, hollow: bool = False) -> None:
             f"{path} has no weights: model.safetensors is missing",
             hint="copy the *.safetensors files beside config.json",
         )
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a folder's safetensors files, from their headers.
-
-    Raises ModelError for a damaged file.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            if name != "__metadata__":
-                shapes[name] = tuple(entry["shape"])
-    return shapes
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Read the header of a safetensors file, and check the file's length."""
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError("its header is too large")  # its bytes may be of any file
-            header: dict[str, Any] = json.loads(opened.read(length))
-        entries = [entry for name, entry in header.items() if name != "__metadata__"]
-        size = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
-        if file.stat().st_size < size:
-            raise ValueError(f"it has {file.stat().st_size:,} of {size:,} bytes")
-        return header
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(
-            f"{file} is damaged or cut: {error}",
-            hint="copy or download the model's files again",
-        ) from error
 
 
 def load_model_config(

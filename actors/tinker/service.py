@@ -13,6 +13,8 @@ from typing import Any, cast
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog, Unreadable
 from ...schemas.config.job import JobConfig
+from ...schemas.plan.cards import GpuCard
+from ...schemas.plan.settings import choose_learner_settings, find_models
 from ...schemas.tinker.names import ModelName, OperationName
 from ...schemas.tinker.operation import (
     AboutModel,
@@ -29,7 +31,7 @@ from ...schemas.tinker.operation import (
 )
 from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, StateError
 from ...schemas.wire.subjects import rpc
-from ..policy.devices import own_device
+from ..policy.devices import own_card, own_device
 from ..policy.model_folder import load_model_config
 from ..runtime import JobContext, settle_memory
 from ..storage.held_models import held_models
@@ -346,7 +348,9 @@ async def run_trainer(context: JobContext) -> None:
     config = context.config
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     base = await asyncio.to_thread(_base_info, config)
-    adapters = await once_in_torch(config.learner.threads, partial(_open_trainer, config))
+    recomputes = recomputes_on(own_card(), config, shared=context.record.is_colocated)
+    opening = partial(_open_trainer, config, recomputes=recomputes)
+    adapters = await once_in_torch(config.learner.threads, opening)
     name = base.base
     folder = context.run_dir / TINKER_FOLDER
     states = AdapterStates(folder)
@@ -366,7 +370,19 @@ def _base_info(config: JobConfig) -> ModelInfo:
     return ModelInfo(model="-", base=base, folder=held_models.named(folder), arch=arch, rank=1)
 
 
-def _open_trainer(config: JobConfig) -> AdapterTrainer:
+def recomputes_on(card: GpuCard | None, config: JobConfig, *, shared: bool) -> bool:
+    """Return whether passes recompute activations; `auto` is chosen as for a learner."""
+    if card is None:
+        return config.learner.recomputes
+    pass_tokens, rank = config.tinker.micro_batch_tokens, config.tinker.max_rank
+    learner = config.learner.model_copy(update={"microbatch_tokens": pass_tokens})
+    lora = config.lora.model_copy(update={"rank": rank})
+    job = config.model_copy(update={"learner": learner, "lora": lora})
+    settings = choose_learner_settings(job, find_models(job), card, shared=shared)
+    return settings.gradient_checkpointing
+
+
+def _open_trainer(config: JobConfig, *, recomputes: bool) -> AdapterTrainer:
     """Load the base model of a service; raises ModelError."""
     return AdapterTrainer.open(
         config.model.path,
@@ -374,7 +390,7 @@ def _open_trainer(config: JobConfig) -> AdapterTrainer:
         trust_remote_code=config.model.trust_remote_code,
         attention=config.model.attn_implementation,
         dtype=config.learner.dtype,
-        gradient_checkpointing=config.learner.recomputes,
+        gradient_checkpointing=recomputes,
         device=own_device(),
         microbatch_tokens=config.tinker.micro_batch_tokens,
         max_rank=config.tinker.max_rank,

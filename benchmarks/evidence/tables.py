@@ -194,9 +194,9 @@ def kinds() -> Iterator[str]:
     steps = sorted(kinds_of_runs["qwen3"][0].validation)
     yield _row(["", *(f"step {step}" for step in steps), "area"])
     yield _rule(len(steps) + 2)
-    for kind, runs in kinds_of_runs.items():
+    for (kind, layers), runs in zip(KINDS.items(), kinds_of_runs.values(), strict=True):
         curve = [f"{mean(run.validation[step] for run in runs):.2f}" for step in steps]
-        yield _row([f"`{kind}`: {KINDS[kind]}", *curve, f"{mean(map(area, runs)):.2f}"])
+        yield _row([f"`{kind}`: {layers}", *curve, f"{mean(map(area, runs)):.2f}"])
 
 
 class Line(NamedTuple):

@@ -21,7 +21,15 @@ from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.subjects import stream_of
 from . import faults
 from .fair_queue import Rates
-from .faults import TRANSIENT, ConnectionLost, NoResponders, Refused, missing
+from .faults import (
+    TRANSIENT,
+    ConnectionLost,
+    NoResponders,
+    Refused,
+    Unanswered,
+    missing,
+    stream_read,
+)
 from .replies import Callbacks, Replies, checked
 
 if TYPE_CHECKING:
@@ -249,10 +257,8 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _LOOK_S = 2.0
-_NO_ANSWER = (
-    "no answer (possible causes: the disk of nats-server is full or slow; or nobody serves it, "
-    "which nats-server does not report while a client, such as `nats sub '>'`, listens)"
-)
+_NO_ANSWER = "no answer; perhaps the disk of nats-server is full or slow"
+_NO_ANSWER_TO_A_GUEST = f"{_NO_ANSWER}, or the auth service of the pool is away"
 
 
 async def persist(
@@ -265,7 +271,7 @@ async def persist(
         while True:
             await broker.wait_connected(deadline, waiting_for=waiting_for)
             try:
-                return await attempt()
+                return await _attempt(broker, attempt)
             except NoResponders as error:
                 missed = min(missed, broker.clock())
                 if not _is_absent(broker, missed, deadline):
@@ -287,9 +293,31 @@ async def persist(
             except (ConnectionLost, TimeoutError, *TRANSIENT) as error:
                 if not broker.is_patient and _is_over(broker, deadline):
                     raise broker.late(waiting_for) from error
-                unanswered.note(_NO_ANSWER)
+                unanswered.note(_NO_ANSWER_TO_A_GUEST if broker.is_guest else _NO_ANSWER)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
+
+
+async def _attempt(broker: "Broker", attempt: Callable[[], Awaitable[T]]) -> T:
+    """Attempt an operation; raises NoResponders also if a stream is gone that it reads.
+
+    The server reports that only if nobody listens to all subjects.
+    """
+    try:
+        return await attempt()
+    except Unanswered as error:
+        stream = stream_read(error.subject)
+        if not stream:
+            raise
+        place = f"$JS.API.STREAM.INFO.{stream}"
+        try:
+            checked((await broker.request(place, timeout_s=_LOOK_S)).data, place)
+        except Refused as refusal:
+            if refusal.is_absent:
+                raise NoResponders(f"there is no stream {stream}", stream=stream) from error
+        except (BrokerError, TimeoutError):
+            pass  # the broker is slow or away
+        raise
 
 
 async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str) -> None:

@@ -79,6 +79,18 @@ class NoResponders(errors.BrokerError):
         self.stream = stream
 
 
+class Unanswered(TimeoutError):
+    """No reply to a request on `subject` came in time.
+
+    A subject without a service raises NoResponders at once, but not while a client listens to all
+    subjects (`nats sub '>'`).
+    """
+
+    def __init__(self, subject: str) -> None:
+        super().__init__()
+        self.subject = subject
+
+
 class Refused(errors.BrokerError):
     """JetStream refused a request."""
 
@@ -124,12 +136,17 @@ def nobody_listens(subject: str, headers: Mapping[str, str]) -> errors.BrokerErr
             f"no answer on {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
         )
-    match = _STREAM_ASKED.match(subject)
     return NoResponders(
         f"no service listens on {subject}",
         hint="see whether the actor that answers there runs (`nats micro ls`)",
-        stream=match[1] if match else headers.get(NO_STREAM, ""),
+        stream=stream_read(subject) or headers.get(NO_STREAM, ""),
     )
+
+
+def stream_read(subject: str) -> str:
+    """Return the stream that a request on this subject reads; empty for other requests."""
+    match = _STREAM_ASKED.match(subject)
+    return match[1] if match else ""
 
 
 def shown_url(url: str) -> str:

@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 from ...schemas.wire.errors import BrokerError, BusyError, TinkermqError
 from ...schemas.wire.message import ErrorReply
 from . import nats_internals
-from .faults import Refused, nobody_listens
+from .faults import Refused, Unanswered, nobody_listens
 
 _MAX_ERROR_CHARS = 200
 
@@ -44,12 +44,12 @@ class Replies:
     def expect(self, subject: str, timeout_s: float) -> tuple[str, asyncio.Future[Msg]]:
         """Return a new reply subject for a request on `subject`, and the future of its reply.
 
-        The future fails with TimeoutError if there is no reply. Call `forget` in any case.
+        The future fails with Unanswered if there is no reply. Call `forget` in any case.
         """
         loop = asyncio.get_running_loop()
         reply = f"{self._inbox}.{next(self._numbers)}"
         future: asyncio.Future[Msg] = loop.create_future()
-        timer = loop.call_later(timeout_s, _expire, future)
+        timer = loop.call_later(timeout_s, _expire, future, subject)
         self._waiting[reply] = _Waiting(subject, future, timer)
         return reply, future
 
@@ -90,9 +90,9 @@ class Replies:
                 waiting.future.set_exception(error)
 
 
-def _expire(future: asyncio.Future[Msg]) -> None:
+def _expire(future: asyncio.Future[Msg], subject: str) -> None:
     if not future.done():
-        future.set_exception(TimeoutError())
+        future.set_exception(Unanswered(subject))
 
 
 def checked(answer: bytes, what: str) -> dict[str, Any]:

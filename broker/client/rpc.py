@@ -11,6 +11,8 @@ identifies the sender, as the broker enforces, never the payload.
 import asyncio
 import contextlib
 import inspect
+import json
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -34,7 +36,7 @@ from ...schemas.wire.trace import TRACEPARENT
 from .availability import RETRY_PAUSE_S
 from .connection import Broker, flush
 from .fair_queue import FairQueue, Rates, end_tasks
-from .faults import ConnectionLost, NoResponders
+from .faults import ConnectionLost, NoResponders, Unanswered
 from .nats_internals import (
     ERROR_CODE,
     ERROR_TEXT,
@@ -59,6 +61,15 @@ INBOXES = "_INBOX"
 VERSION = "0.1.0"
 """The package's version, as a constant: reading its metadata takes a tenth of an actor's start."""
 _OF_MANY_USERS = f"{PREFIX}.rpc.*."
+_UNUSED = "unused"
+"""A token below the subject of a service on which no service listens."""
+_LOOK_S = 1.0
+_SILENT = "; a service listens there, but is silent"
+_NOT_LISTED = (
+    "; none of the {} endpoints that services list is there: it does not run, or cannot answer "
+    "anything now. nats-server does not report it while a client (`nats sub '>'`) listens to all "
+    "subjects"
+)
 _DRAIN_S = 5.0
 _BUSY_S = 50.0
 
@@ -384,9 +395,10 @@ async def call(
     deadline = broker.clock() + timeout_s
     try:
         reply = await _send(broker, subject, payload, headers, deadline, waiting_for, idempotent)
-    except TimeoutError:
+    except TimeoutError as error:
+        seen = await _seen(broker, subject) if isinstance(error, Unanswered) else ""
         raise errors.DeadlineError(
-            f"{waiting_for} did not answer on {subject} within {timeout_s:g} s",
+            f"{waiting_for} did not answer on {subject} within {timeout_s:g} s{seen}",
             hint="see what it does: `nats micro stats`, or its log",
         ) from None
     except NoResponders:
@@ -397,6 +409,51 @@ async def call(
     if header(reply, ERROR_CODE):
         raise error_of(reply)
     return reply_model.from_bytes(reply.data)
+
+
+async def _seen(broker: Broker, subject: str) -> str:
+    """Say whether a service listens on a subject that gave no answer, as far as can be known.
+
+    nats-server reports a subject without listeners at once, but not while a client listens to all
+    subjects. Whether one does, a subject shows on which nobody else listens; if so, the services
+    are asked for theirs.
+    """
+    if broker.is_limited or broker.is_guest:
+        return ""  # it may ask for neither
+    try:
+        await broker.request(f"{subject}.{_UNUSED}", timeout_s=_LOOK_S)
+    except NoResponders:
+        return _SILENT
+    except TimeoutError:
+        listed = await _listed_endpoints(broker)
+        is_there = any(_covers(endpoint, subject) for endpoint in listed)
+        return _SILENT if is_there else _NOT_LISTED.format(len(listed))
+    except errors.BrokerError:
+        pass
+    return ""
+
+
+async def _listed_endpoints(broker: Broker) -> list[str]:
+    """Return the subjects that services list, as `nats micro info` shows them."""
+    listed: list[str] = []
+
+    def take(message: Msg) -> None:
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a foreign service's
+            endpoints = json.loads(message.data)["endpoints"]
+            listed.extend(str(endpoint["subject"]) for endpoint in endpoints)
+
+    inbox = broker.nc.new_inbox()
+    listening = await broker.listen(inbox, take)
+    await broker.send("$SRV.INFO", b"", reply=inbox)
+    await asyncio.sleep(_LOOK_S)
+    await listening.stop()
+    return listed
+
+
+def _covers(pattern: str, subject: str) -> bool:
+    """Return whether a subscription to `pattern` receives messages on `subject`."""
+    form = re.escape(pattern).replace(r"\*", "[^.]+").replace(">", ".+")
+    return re.fullmatch(form, subject) is not None
 
 
 async def _send(

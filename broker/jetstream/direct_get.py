@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 
 from ...schemas.wire.errors import BrokerError, TinkermqError
 from ..client.connection import Broker
-from ..client.faults import NoResponders, Refused, nobody_listens
+from ..client.faults import NoResponders, Refused, Unanswered, nobody_listens
 from ..client.nats_internals import (
     DESCRIPTION,
     END_OF_BATCH,
@@ -172,7 +172,10 @@ class BatchInbox:
         answers = await self._inbox.ask(place, json.dumps(request).encode())
         messages: list[StoredMessage] = []
         while True:
-            reply = await self._inbox.next(_BATCH_TIMEOUT_S)
+            try:
+                reply = await self._inbox.next(_BATCH_TIMEOUT_S)
+            except TimeoutError:
+                raise Unanswered(place) from None
             if reply.subject != answers:
                 continue
             status = status_of(reply)

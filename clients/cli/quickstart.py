@@ -10,7 +10,6 @@ files but that model are below one folder, and no process is left behind.
 `tinkermq model get`, `model check` and `model list` are here, too.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -54,7 +53,7 @@ from .output import (
     stdout,
 )
 from .session import with_pool
-from .stack import start_detached, stop_detached
+from .stack import check_worker, start_detached, stop_detached
 from .supervisor import StackOptions
 from .train import show_run
 
@@ -76,21 +75,9 @@ class QuickstartExample:
 
 CALCULATOR = QuickstartExample("calculator", "held-out products")
 SUMS = QuickstartExample("sums", "held-out sums", catalogue_model="smollm2", num_questions=3)
-_NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
 _OUTPUTS = re.compile(r"\boutputs/[\w./-]+")
 """The paths in the packaged configuration."""
 _HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a copy.\n"
-
-
-def check_worker(what: str = "the quickstart trains on this machine") -> None:
-    """Raise ConfigError if the packages for `what` are not installed."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{what}, and {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not installed here",
-            hint="pip install 'tinkermq[worker]'",
-        )
 
 
 def write_config(folder: Path, example: QuickstartExample = CALCULATOR) -> Path:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 from urllib.parse import urlsplit
@@ -52,6 +52,8 @@ PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
 NATS_PORT = 4222
+_NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
+_SCHEDULER_NEEDS = ("blake3",)
 _EXAMPLES = ("examples/calculator.yaml", "outputs/quickstart.yaml")
 """Of a checkout, and of a quickstart in this folder."""
 _POLL_S = 0.1
@@ -111,12 +113,7 @@ def up(
     json
         Print JSON.
     """
-    if slots is not None and slots < 1:
-        raise ConfigError(f"--slots is {slots}", hint="give at least 1")
-    if not SYNC_INTERVAL.fullmatch(sync_interval):
-        raise ConfigError(
-            f"--sync-interval is {sync_interval!r}", hint="give always, or a time such as 10s or 2m"
-        )
+    _check_numbers(slots, sync_interval)
     folder = (store or default_folder()).resolve()
     _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
     running = Home(folder).read_running_stack()
@@ -133,18 +130,20 @@ def up(
         slots=slots,
         on=_machines(on, slots),
     )
-    if running is None:
-        gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
-        options = options.model_copy(update={"gateway_port": gateway})
-        if foreground:
-            return _hold(options, as_json=json)
-        running = start_detached(options)
-    else:
+    if running is not None:
         chosen = options.model_dump(mode="json", exclude_defaults=True, exclude={"home", "port"})
         chosen |= {"port": port or None, "gateway_port": gateway_port or None}
         _refuse_other(running, {**chosen, "no_gateway": no_gateway or None})
         if not json:
             print_note("a stack is up already; `tinkermq down` stops it")
+    else:
+        needs = _NEEDS if on is None else _SCHEDULER_NEEDS
+        check_worker("`up` starts a scheduler and a node on this machine", needs)
+        gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
+        options = options.model_copy(update={"gateway_port": gateway})
+        if foreground:
+            return _hold(options, as_json=json)
+        running = start_detached(options)
     _show(running, as_json=json)
     return 0
 
@@ -164,6 +163,19 @@ def _refuse_other(running: StackState, chosen: Mapping[str, Any]) -> None:
             f"a stack is up already, at {shown_url(running.url)}, and was started without "
             f"{options.replace(' True', '')}",
             hint="stop it first: `tinkermq down`; or start another one: `--store FOLDER`",
+        )
+
+
+def check_worker(
+    what: str = "the quickstart trains on this machine", needs: Sequence[str] = _NEEDS
+) -> None:
+    """Raise ConfigError if the packages for `what` are not installed."""
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{what}, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed here",
+            hint="pip install 'tinkermq[worker]'",
         )
 
 
@@ -231,6 +243,15 @@ def _machines(on: str | None, slots: int | None) -> str | None:
             hint="give the slots of a machine as `slots:` of a YAML file (docs/clusters.md)",
         )
     return on if ":" in on or on == "none" else str(Path(on).resolve())
+
+
+def _check_numbers(slots: int | None, sync_interval: str) -> None:
+    if slots is not None and slots < 1:
+        raise ConfigError(f"--slots is {slots}", hint="give at least 1")
+    if not SYNC_INTERVAL.fullmatch(sync_interval):
+        raise ConfigError(
+            f"--sync-interval is {sync_interval!r}", hint="give always, or a time such as 10s or 2m"
+        )
 
 
 def _check_listening(

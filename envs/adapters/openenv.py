@@ -580,7 +580,7 @@ _SERVE = """
 import os, signal, sys, threading
 
 def end_with_starter():
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # until the pipe is closed; sys.stdin's lock would be held at the end
     os.killpg(0, signal.SIGKILL)
 
 threading.Thread(target=end_with_starter, daemon=True).start()

@@ -4,14 +4,12 @@ The policy answers between `<answer>` and `</answer>`, or, for models that do no
 last line. The reward is the score, from 0 to 1; many tasks give partial credit.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import tagged, tagged_or_last_line
-from ..registry import extra
+from ..registry import extra, refuse_unknown
 from ..running.global_random import GlobalRandom
 
 FULL_SCORE = 1.0
@@ -44,7 +42,8 @@ class ReasoningGymGame(AbstractGame):
         """
         self._package = self.needs.load()
         self._configs = _configs(datasets)
-        self._check_names()
+        known = sorted(self._package.factory.DATASETS)
+        refuse_unknown(self._configs, known, "reasoning-gym has no task", f"it has {known}")
         default = SYSTEM_PROMPT if needs_tags else PLAIN_SYSTEM_PROMPT
         self._system_prompt = default if system_prompt is None else system_prompt
         self._find_answer = tagged if needs_tags else tagged_or_last_line
@@ -102,16 +101,6 @@ class ReasoningGymGame(AbstractGame):
                 return float(self._dataset.score_answer(answer, self._entry))
         except _UNREADABLE:
             return None
-
-    def _check_names(self) -> None:
-        names = sorted(self._package.factory.DATASETS)
-        for name in self._configs:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=3)
-                raise GameError(
-                    f"reasoning-gym has no task {name!r}",
-                    hint=f"did you mean {' or '.join(near)}?" if near else f"it has {names}",
-                )
 
 
 def _configs(

@@ -4,7 +4,6 @@ The policy sees TextArena's new text since its last turn, without its own moves.
 TextArena's, at the end of the game.
 """
 
-import difflib
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
-from ..registry import extra
+from ..registry import extra, import_object, refuse_unknown
 from ..running.global_random import GlobalRandom
 
 Opponent = Callable[[str, random.Random], str]
@@ -27,6 +26,7 @@ class TextArenaGame(AbstractGame):
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
     needs = extra("textarena", "textarena")
+    named_arguments: ClassVar[tuple[str, ...]] = ("opponent",)
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class TextArenaGame(AbstractGame):
         """
         self._package = self.needs.load()
         self._ids = [env_id] if isinstance(env_id, str) else list(env_id)
-        self._check_ids()
+        known = self._package.envs.registration.ENV_REGISTRY
+        refuse_unknown(self._ids, known, "TextArena has no game", "see textarena.ai")
         self._kwargs = dict(kwargs or {})
         self._opponent = _import_opponent(opponent) if opponent else None
         self._num_players = 1 if self._opponent is None else 2
@@ -108,16 +109,6 @@ class TextArenaGame(AbstractGame):
         """Return the game and the policy's seat."""
         return {"env_id": self._id, "seat": self._seat}
 
-    def _check_ids(self) -> None:
-        ids = list[str](self._package.envs.registration.ENV_REGISTRY)
-        for env_id in self._ids:
-            if env_id not in ids:
-                near = difflib.get_close_matches(env_id, ids, n=3)
-                raise GameError(
-                    f"TextArena has no game {env_id!r}",
-                    hint=f"did you mean {' or '.join(near)}?" if near else "see textarena.ai",
-                )
-
     def _make(self, env_id: str) -> Any:
         """Make a game without the wrappers that repeat its history in every observation."""
         spec = self._package.envs.registration.ENV_REGISTRY[env_id]
@@ -174,14 +165,7 @@ def _worded(state: Any, sender: int, text: str) -> str:
 
 
 def _import_opponent(target: str) -> Opponent:
-    module, _, name = target.partition(":")
-    try:
-        opponent = getattr(importlib.import_module(module), name, None)
-    except (ImportError, ValueError) as error:
-        raise GameError(
-            f"opponent {target!r} cannot be imported: {error}",
-            hint="give package.module:function",
-        ) from error
+    _, opponent = import_object(target)
     if not callable(opponent):
         raise GameError(
             f"opponent {target!r} is not a function", hint="give package.module:function"

@@ -59,6 +59,7 @@ class TrlGame(ToolGame):
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
     takes_rows: ClassVar[bool] = True
+    named_arguments: ClassVar[tuple[str, ...]] = ("reward_funcs",)
     target: ClassVar[str] = ""
     """Origin of the environments, for messages."""
     factories: ClassVar[dict[str, Factory]] = {}
@@ -433,6 +434,9 @@ def game_of(target: str) -> type[TrlGame]:
         factories |= found_by_name
     fields = {"target": target, "factories": factories, "__module__": __name__}
     return type(f"trl:{target}", (TrlGame,), fields)
+
+
+BASE = TrlGame
 
 
 def modules_of(target: str) -> list[str]:

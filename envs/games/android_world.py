@@ -8,10 +8,8 @@ are used up, −0.1 for an invalid action, −0.01 for any other step.
 
 import ast
 import contextlib
-import difflib
 import fcntl
 import functools
-import importlib
 import json
 import os
 import re
@@ -26,7 +24,7 @@ from typing import IO, Any, ClassVar, Literal, Protocol, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
-from ..registry import Extra
+from ..registry import Extra, import_object, refuse_unknown
 from ..running.global_random import GlobalRandom
 
 # Emulators: number i of a machine has console port `console_port + 2·i` and gRPC port `grpc_port +
@@ -282,6 +280,7 @@ class AndroidWorldGame(AbstractGame):
     """Do a task of AndroidWorld on an emulator."""
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
+    named_arguments: ClassVar[tuple[str, ...]] = ("devices",)
     needs = ANDROID_WORLD
 
     def __init__(
@@ -309,7 +308,8 @@ class AndroidWorldGame(AbstractGame):
             self._devices.check(number)
         self._tasks = self._devices.tasks(family)
         self._names = sorted(self._tasks if tasks is None else tasks)
-        self._check_names(family)
+        what = f"the family {family} of android_world has no task"
+        refuse_unknown(self._names, self._tasks, what, "see its registry")
         self._num_devices = emulators
         self._max_steps = max_steps
         self._screenshots = screenshots
@@ -401,15 +401,6 @@ class AndroidWorldGame(AbstractGame):
         info = {"screenshot": state.pixels} if self._screenshots else {}
         return f"Goal: {self._running.goal}\n\nScreen:\n{screen}", info
 
-    def _check_names(self, family: str) -> None:
-        for name in self._names:
-            if name not in self._tasks:
-                near = difflib.get_close_matches(name, self._tasks, n=3)
-                raise GameError(
-                    f"the family {family} of android_world has no task {name!r}",
-                    hint=f"did you mean {' or '.join(near)}?" if near else "see its registry",
-                )
-
 
 class _Running:
     """A task on a leased device, until it is torn down."""
@@ -448,10 +439,7 @@ def _edge(target: str, console_port: int, grpc_port: int, adb_path: str) -> Devi
     """Return the interface to the devices, one per process and configuration."""
     if not target:
         return Emulators(console_port, grpc_port, adb_path)
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise GameError(
-            f"devices {target!r} cannot be imported: {error}", hint="give package.module:Class"
-        ) from error
+    _, devices = import_object(target)
+    if not callable(devices):
+        raise GameError(f"devices {target!r} is not a class", hint="give package.module:Class")
+    return cast("Devices", devices())

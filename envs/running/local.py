@@ -84,7 +84,7 @@ class LocalGame:
 
     def _import(self) -> None:
         if not self._is_imported:
-            self._limited("import", lambda: import_needs(self.game_class))
+            self._limited("import", lambda: import_needs(self.game_class, self.config.kwargs))
             self._is_imported = True
 
     def call(

@@ -237,7 +237,7 @@ class ProcessRunner:
                 hint="see the machine's memory, and its limits on processes and open files",
             ) from error
         try:
-            await self._send(process, "import", "", (self._game, sys.path))
+            await self._send(process, "import", "", (self._game, sys.path, self._kwargs))
             made = (self._kwargs, self._worker_memory_mb)
             return GameFacts(*await self._send(process, "start", "", made))
         except BaseException as error:

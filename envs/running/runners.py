@@ -243,6 +243,7 @@ class ThreadRunner:
     ) -> None:
         self._episodes = Episodes(game_class, kwargs)
         self._class, self._name = game_class, game_class.__name__
+        self._kwargs = kwargs
         self._num_workers = num_workers
         self._limits = limits
         self._queue: deque[_Work] = deque()
@@ -260,7 +261,7 @@ class ThreadRunner:
         self._loop = asyncio.get_running_loop()
         for _ in range(self._num_workers):
             self._add_worker()
-        await self._submit("import", "", lambda: import_needs(self._class))
+        await self._submit("import", "", lambda: import_needs(self._class, self._kwargs))
         return await self._submit("__init__", "", self._episodes.probe)
 
     def reset(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
@@ -412,7 +413,9 @@ class AsyncRunner:
         limit_s = self._limits.of("import")
         try:
             async with asyncio.timeout(limit_s):
-                await in_daemon_thread(lambda: import_needs(self._class), "import of a game")
+                await in_daemon_thread(
+                    lambda: import_needs(self._class, self._kwargs), "import of a game"
+                )
         except TimeoutError:
             raise hung(self._class.__name__, "import", limit_s) from None
         probe = self._episodes.probe

@@ -61,11 +61,11 @@ def _pass(*_: Any) -> None:
     """Ignore Ctrl-C: the host receives it as well, and ends its workers."""
 
 
-def _import(game: str, path: list[str]) -> type[AbstractGame]:
+def _import(game: str, path: list[str], kwargs: dict[str, Any]) -> type[AbstractGame]:
     sys.path[:] = path
     game_class = load_game(game)
     refuse_async(game_class)
-    import_needs(game_class)
+    import_needs(game_class, kwargs)
     return game_class
 
 

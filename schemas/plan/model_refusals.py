@@ -7,7 +7,7 @@ from typing import Any, cast
 from ..wire.errors import ModelError
 from .model_shape import count_positions
 
-_NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+$")
+_NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+\Z")
 """Ends of classes of transformers that generate no text, such as BertForMaskedLM."""
 
 
@@ -87,10 +87,29 @@ VLLM_REFUSALS: Mapping[str, str] = {
 """Why vLLM does not compute a family, by its `model_type`."""
 
 
-def refuse_in_vllm(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a family that vLLM does not compute."""
-    kind = str(config.get("model_type", "?"))
-    if reason := VLLM_REFUSALS.get(kind):
+_STALE_IN_VLLM = (
+    "ernie4_5_moe",
+    "exaone_moe",
+    "gpt_oss",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "mixtral",
+)
+"""Families of which vLLM 0.32 takes the tensors of a checkpoint, and not all of a new version."""
+
+
+def refuse_in_vllm(path: str, config: Mapping[str, Any], *, adapts: bool) -> None:
+    """Raise ModelError for a family that vLLM does not compute, or not with new weights.
+
+    `adapts`: new versions are adapters, and the model's own weights stay.
+    """
+    text = text_config(config)
+    kind = str(text.get("model_type", "?"))
+    reason = VLLM_REFUSALS.get(kind)
+    is_stale = kind in _STALE_IN_VLLM and text.get("num_local_experts") != 0  # dense Granite 4
+    if reason is None and is_stale and not adapts:
+        reason = "it would keep some of its first weights when new ones arrive"
+    if reason is not None:
         raise ModelError(
             f"vLLM cannot compute model {path} of type {kind!r}: {reason}",
             hint="set generator.engine=transformers, if it takes the model (docs/models.md)",

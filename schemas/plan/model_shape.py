@@ -8,6 +8,7 @@ among published models.
 import json
 import os
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +21,8 @@ from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_HEADER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 100 << 20
+"""Largest header of a weights file: safetensors' own bound."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
 _EXPERTS = re.compile(r"\.experts\.")
@@ -262,14 +264,14 @@ def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:
     It is unchanged for an adapter's folder and for unreadable files.
     """
     counted = dict.fromkeys(("layers", "experts", "vision", "root"), 0)
-    for file in sorted(folder.glob("model*.safetensors")):
-        header = _header(file)
-        if header is None:
-            return shape
-        for name, tensor in header.items():
-            part = "vision" if _VISION.search(name) else "layers" if _LAYER.search(name) else "root"
-            part = "experts" if part == "layers" and _EXPERTS.search(name) else part
-            counted[part] += prod(tensor["shape"]) if name != "__metadata__" else 0
+    try:
+        stored = stored_shapes(folder, "model*.safetensors")
+    except ModelError:
+        return shape
+    for name, sizes in stored.items():
+        part = "vision" if _VISION.search(name) else "layers" if _LAYER.search(name) else "root"
+        part = "experts" if part == "layers" and _EXPERTS.search(name) else part
+        counted[part] += prod(sizes)
     if not counted["layers"] or shape.quantization:
         return shape
     experts, dense = counted["experts"] // shape.layers, counted["layers"] // shape.layers
@@ -283,18 +285,39 @@ def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:
     )
 
 
-def _header(file: Path) -> dict[str, Any] | None:
-    """Return a safetensors file's header; None if it has none."""
+def stored_shapes(folder: Path, pattern: str = "*.safetensors") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a folder's safetensors files, from their headers.
+
+    Raises ModelError for a damaged file.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob(pattern)):
+        for name, entry in _header(file).items():
+            if name != "__metadata__":
+                shapes[name] = tuple(entry["shape"])
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Read the header of a safetensors file, and check the file's length."""
     try:
-        if not file.is_file():
-            return None
+        if not file.is_file():  # a pipe would be waited for
+            raise ValueError("it is not a file")
         with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            if not 0 < size <= _MAX_HEADER_BYTES:
-                return None
-            return cast("dict[str, Any]", json.loads(opened.read(size)))
-    except (OSError, ValueError):
-        return None
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError("its header is too large")  # its bytes may be of any file
+            header: dict[str, Any] = json.loads(opened.read(length))
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        size = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+        if file.stat().st_size < size:
+            raise ValueError(f"it has {file.stat().st_size:,} of {size:,} bytes")
+        return header
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        raise ModelError(
+            f"{file} is damaged or cut: {error}",
+            hint="copy or download the model's files again",
+        ) from error
 
 
 # -- finding a model -------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from tinkermq.actors.model_kind import kind_checks
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.schemas.checks import CheckResult, run_checks
 from tinkermq.schemas.config.job import JobConfig
+from transformers import PreTrainedConfig
 from transformers.models.minimax import MiniMaxConfig
+from transformers.models.mixtral import MixtralConfig
 from transformers.models.phi3 import Phi3Config
 
 from tests.support.refused_models import REFUSED, save_refused
@@ -43,16 +45,25 @@ def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
     assert "q_proj" in results["LoRA"].detail
 
 
-def test_a_family_that_vllm_does_not_compute_is_refused_where_its_engine_is_asked_for(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("config", "rank", "refused"),
+    [
+        (MiniMaxConfig(num_hidden_layers=2), 2, "has no class for it"),
+        (MixtralConfig(num_hidden_layers=2), 0, "when new ones arrive"),
+        (MixtralConfig(num_hidden_layers=2), 2, ""),
+    ],
+)
+def test_a_model_is_refused_for_vllm_where_vllm_would_not_compute_its_versions(
+    config: PreTrainedConfig, rank: int, refused: str, tmp_path: Path
 ) -> None:
-    MiniMaxConfig(num_hidden_layers=2).save_pretrained(tmp_path)
-    tree = {"model": {"path": str(tmp_path)}, "env": {"game": "bandit"}}
-    for engine, outcome in (("vllm", "failed"), ("transformers", "skipped")):
+    config.save_pretrained(tmp_path)
+    tree = {"model": {"path": str(tmp_path)}, "env": {"game": "bandit"}, "lora": {"rank": rank}}
+    for engine in ("vllm", "transformers"):
         job = JobConfig.model_validate({**tree, "generator": {"engine": engine}})
         checks = [each for each in kind_checks(job, alone=True) if each.name == "vLLM engine"]
         (result,) = run_checks(checks)
-        assert (result.outcome, "has no class for it" in result.detail) == (outcome, True)
+        assert refused in result.detail
+        assert (result.outcome == "failed") == (engine == "vllm" and refused != "")
 
 
 @pytest.mark.full

@@ -23,6 +23,7 @@ from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.agents, pytest.mark.asyncio(loop_scope="session")]
+PROMPTFOO, MESSAGES = "promptfoo", "anthropic:messages"
 EVALS = Path(__file__).parent / "evals"
 RUN_S = 300.0
 """They import large frameworks, from a cold disk at first."""
@@ -51,8 +52,9 @@ async def run(name: str, *words: str, folder: Path, **variables: str) -> str:
     if not (AGENTS / f"{name}.stamp").exists():
         pytest.skip(f"{name} is not installed: make agents AGENTS={name}")
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "HOME": str(folder)}
+    programs = AGENTS / name / ("node_modules/.bin" if name == PROMPTFOO else "bin")
     process = await asyncio.create_subprocess_exec(
-        str(AGENTS / name / "bin" / words[0]),
+        str(programs / words[0]),
         *words[1:],
         cwd=folder,
         env={**os.environ, **offline, **variables},
@@ -138,3 +140,24 @@ async def test_simple_loops_run(served: tuple[Gateway, str], tmp_path: Path) -> 
     gateway, name = served
     program = str(PROGRAMS / "with_loops.py")
     await run("inspect-ai", "python", program, name, gateway.url, folder=tmp_path, **KEYS)
+
+
+@pytest.mark.parametrize("api", ["openai:chat", "openai:completion", "openai:responses", MESSAGES])
+async def test_promptfoo_runs(served: tuple[Gateway, str], tmp_path: Path, api: str) -> None:
+    """It sends its own defaults: max_tokens, temperature, top_p and penalties, or none."""
+    gateway, name = served
+    url = gateway.url if api == MESSAGES else f"{gateway.url}/v1"
+    config = {
+        "prompts": ["Say {{word}}.", "Repeat: {{word}}"],
+        "providers": [{"id": f"{api}:{name}", "config": {"apiBaseUrl": url}}],
+        "tests": [
+            {"vars": {"word": word}, "assert": [{"type": "latency", "threshold": 60_000}]}
+            for word in ("yes", "no")
+        ],
+    }
+    (tmp_path / "promptfooconfig.json").write_text(json.dumps(config))
+    alone = {"PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1"}
+    words = ("eval", "--config", "promptfooconfig.json", "--output", "told.json", "--no-cache")
+    await run(PROMPTFOO, PROMPTFOO, *words, folder=tmp_path, **KEYS, **alone)
+    told = json.loads((tmp_path / "told.json").read_text())["results"]
+    assert told["stats"]["successes"] == 4, told["results"]

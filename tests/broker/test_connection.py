@@ -15,7 +15,13 @@ import pytest
 import uvloop
 from tinkermq.actors.weights.store import WeightStore
 from tinkermq.actors.weights.tensors import TensorBytes
-from tinkermq.broker.client.connection import Broker, connect, first_connection, give_up_at
+from tinkermq.broker.client.connection import (
+    Broker,
+    connect,
+    first_connection,
+    flush,
+    give_up_at,
+)
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.client.login import CA_VARIABLE, CREDENTIALS_VARIABLE, find_login
@@ -185,6 +191,20 @@ async def test_the_largest_payload_with_headers_is_taken(broker: Broker) -> None
 async def test_storing_where_no_stream_listens_says_so(broker: Broker) -> None:
     with pytest.raises(NotFoundError, match="there is no stream nowhere"):
         await broker.append("nowhere", b"", deadline_s=PATIENCE_S, waiting_for="test")
+
+
+@pytest.mark.parametrize("overheard", [False, True])
+async def test_reading_where_no_stream_is_says_so_whoever_listens(
+    own_broker: Broker, own_server: NatsServer, overheard: bool
+) -> None:
+    bucket = Bucket(own_broker, "none", RequestRecord)
+    async with await connect(own_server.url, name="tool") as tool:
+        if overheard:  # nats sub '>'
+            await tool.listen(">", lambda _: None)
+            await flush(tool, waiting_for="test")
+        for reading in (bucket.get("a"), bucket.items()):
+            with pytest.raises(NotFoundError, match="there is no stream KV_none"):
+                await reading
 
 
 async def test_a_request_in_flight_ends_when_the_server_is_killed(

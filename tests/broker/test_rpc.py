@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
 from tinkermq.broker.calls import ask_users, repeated_call, write_checkpoint
-from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect, flush
 from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.parts import Inbox
 from tinkermq.broker.client.rpc import MAX_RUNNING, RequestContext, Service, call
@@ -368,6 +368,33 @@ async def test_services_in_one_queue_share_the_requests(
     assert {reply.episode for reply in replies} == {"one", "two"}
     await first.aclose()
     await second.aclose()
+
+
+@pytest.mark.parametrize("overheard", [False, True])
+async def test_a_silent_service_is_told_from_an_absent_one(
+    own_broker: Broker, own_server: NatsServer, overheard: bool
+) -> None:
+    async def never(_: Empty) -> Empty:
+        return await asyncio.Future()
+
+    async def ask(subject: str) -> str:
+        with pytest.raises(TinkermqError) as told:
+            await call(own_broker, subject, Empty(), Empty, timeout_s=0.2, waiting_for="it")
+        return f"{type(told.value).__name__}: {told.value.message}"
+
+    async with (
+        await connect(own_server.url, name="tool") as tool,
+        await Service.start(own_broker, name="mute", description="Is silent") as service,
+    ):
+        if overheard:  # nats sub '>'
+            await tool.listen(">", lambda _: None)
+            await flush(tool, waiting_for="test")
+        await service.endpoint("mute", "test.*.mute", Empty, never)
+        await until(lambda: own_broker.settled, "time for services to reconnect")
+        assert (await ask("test.a.mute")).endswith("; a service listens there, but is silent")
+        absent = await ask("test.a.absent")
+        assert absent.startswith("DeadlineError" if overheard else "NobodyAnswersError")
+        assert ("none of the 1 endpoints that services list is there" in absent) == overheard
 
 
 async def test_ping_info_and_stats_are_answered_as_the_tools_ask(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -142,6 +143,13 @@ def test_commands_for_games_name_those_for_agents(cli: Cli, made: Path) -> None:
         done = cli("env", name, "agent.yaml")
         assert done.code == 2
         assert "`tinkermq agent check agent.yaml`" in done.err
+
+
+def test_the_interpreter_of_an_openenv_server_becomes_absolute_and_stays_a_link(made: Path) -> None:
+    (made / "python").symlink_to(sys.executable)
+    tree = {"env": {"game": "openenv", "kwargs": {"package": "a.b:app", "python": "python"}}}
+    told = resolve_paths(tree, "nats://127.0.0.1:4222")["env"]["kwargs"]
+    assert told == {"package": "a.b:app", "python": str(made / "python")}
 
 
 def test_folders_of_programs_become_absolute_where_the_pool_runs_them(made: Path) -> None:

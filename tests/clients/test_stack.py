@@ -325,6 +325,19 @@ def test_without_torch_the_quickstart_says_what_to_install(
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.parametrize(("package", "words"), [("torch", ()), ("blake3", ("--on", "ray:auto"))])
+def test_without_its_extra_up_says_what_to_install(
+    package: str, words: tuple[str, ...], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    told = cli("up", "--store", str(tmp_path / "home"), *words)
+    assert told.code == 2
+    assert f"{package} is not installed here pip install 'tinkermq[worker]'" in " ".join(
+        told.err.split()
+    )
+    assert not (tmp_path / "home").exists()
+
+
 def test_the_example_is_the_configuration_that_the_quickstart_ships() -> None:
     example = load_config(REPOSITORY / "examples" / "calculator.yaml")
     assert example.model.path == "outputs/models/calculator"

@@ -152,7 +152,7 @@ def test_the_checks_of_the_game_pass():
     ("arguments", "told"),
     [
         ({"devices": "phone:NoPhone"}, "the cable is out"),
-        ({"devices": "phone:Nothing"}, "'phone:Nothing' cannot be imported"),
+        ({"devices": "phone:Nothing"}, "'phone:Nothing' is not a class"),
         ({"tasks": ["SaveNotes"]}, "no task 'SaveNotes'"),
         ({"devices": ""}, "android_world is not installed|no adb at|no emulator answers"),
     ],

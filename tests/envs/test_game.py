@@ -217,9 +217,11 @@ def test_an_import_leaves_the_global_generator_as_it_was(tmp_path, monkeypatch):
 def test_a_game_whose_package_is_missing_is_listed_with_the_remedy():
     games = {game.name: game for game in list_games()}
     assert games["textarena"].available
-    for name in ("alfworld", "android_world", "reasoning_gym", "verifiers"):
+    for name in ("alfworld", "reasoning_gym", "verifiers"):
         game = games[name]
         assert game.available or "install it there: pip install 'tinkermq[" in game.description
+    phone = games["android_world"]
+    assert phone.available or "install it there: pip install git+https" in phone.description
 
 
 # -- How first prompts are made: prompt and game agree ---------------------------------------------

@@ -37,7 +37,8 @@ SIZES: dict[str, Any] = {
     "expert_ffn_hidden_size": 32,
     "shared_expert_intermediate_size": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "kv_lora_rank": 512,
     "v_head_dim": 32,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
@@ -76,9 +77,14 @@ MAKERS: dict[str, dict[str, Any]] = {
 PROMPT = np.arange(20, 60)
 
 
+IN_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
+"""Families whose linear attention vLLM's CPU build computes in bfloat16 alone."""
+
+
 def make(family: str) -> PreTrainedModel:
     """Return a family's tiny model in sizes for vLLM."""
-    return make_model(family, SIZES, **MAKERS.get(family, {}))
+    model = make_model(family, SIZES, **MAKERS.get(family, {}))
+    return model.to(torch.bfloat16) if family in IN_BFLOAT16 else model
 
 
 def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -111,7 +117,7 @@ class Served:
         return self._llm.collective_rpc(method, args=args)[0]
 
     def check(self, model: PreTrainedModel) -> None:
-        """Draw tokens, and compare their log-probs with the model's own pass."""
+        """Draw tokens, and compare their log-probs with the model's own pass: 1e-4 in float32."""
         from tinkermq.actors.engine.vllm.request import drawn_of, parameters_of
         from vllm.sampling_params import RequestOutputKind
 
@@ -121,7 +127,8 @@ class Served:
         drawn = list(drawn_of(made[0].outputs, 0))
         ids = np.concatenate([PROMPT, [token for token, _, _ in drawn]])
         expected = plain_logprobs(model, ids, len(PROMPT))
-        np.testing.assert_allclose([logprob for _, logprob, _ in drawn], expected, atol=1e-4)
+        atol = 1e-4 if model.dtype == torch.float32 else 0.05
+        np.testing.assert_allclose([logprob for _, logprob, _ in drawn], expected, atol=atol)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str]:
         """Load new weights as they come from a learner; return the outcome."""
@@ -150,7 +157,7 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, *ranks: int) -> Iterator[Served]:
+def served(folder: Path, dtype: torch.dtype, *ranks: int) -> Iterator[Served]:
     """Give a model that vLLM computes in this process, with room for adapters."""
     from tinkermq.actors.engine.vllm.model import engine_arguments, settle_environment
     from vllm import LLM
@@ -159,6 +166,8 @@ def served(folder: Path, *ranks: int) -> Iterator[Served]:
     config = configured(folder, max_requests=2)
     settle_environment(config.generator)
     arguments = engine_arguments(str(folder), config.generator, MAX_CONTEXT, False, ranks, False)
+    # with it, the CPU build fails for seeded requests whose prompts it divides for the cache
+    arguments |= {"dtype": str(dtype).removeprefix("torch."), "enable_prefix_caching": False}
     llm: Any = None
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:

@@ -177,6 +177,11 @@ async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
             "node node: there is no file /no/rows.jsonl",
         ),
         (GameError, {"game": "beside_the_yaml:Game"}, "there is no module 'beside_the_yaml'"),
+        (
+            GameError,
+            {"game": "textarena", "kwargs": {"env_id": "Chess-v0", "opponent": "beside_it:f"}},
+            "there is no module 'beside_it'",
+        ),
     ],
 )
 async def test_what_no_node_has_is_refused_and_leaves_the_name_free(

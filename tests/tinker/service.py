@@ -34,7 +34,7 @@ async def tinker_service(folder: Path, model: str | None = None) -> AsyncIterato
         "model": {"path": model or str(make_tiny_model(folder / BASE))},
         "env": {"game": "", "hosts": 0, "num_val": 0},
         "tinker": {"base": base},
-        "rollout": {"max_prompt_tokens": 256, "max_response_tokens": 64, "max_turn_tokens": 64},
+        "rollout": {"max_prompt_tokens": 4000, "max_response_tokens": 64, "max_turn_tokens": 64},
         "output_dir": str(folder / "runs"),
     }
     async with Stack(folder) as stack, run_gateway(stack.server.url, folder) as gateway:

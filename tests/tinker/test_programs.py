@@ -162,6 +162,8 @@ async def test_the_recipe_of_chats_learns_local_conversations(service: TinkerSer
     "recipe",
     [
         "multiplayer_rl.guess_number.train group_size=4 batch_size=2 max_tokens=8 eval_every=0",
+        "multiplayer_rl.text_arena.train batch_size=4 num_train_datapoints=8 num_test_datapoints=4 "
+        "max_tokens=16 eval_every=1",
         "preference.shorter.train group_size=4 batch_size=2 max_tokens=8 eval_every=0",
         "preference.dpo.train dataset=hhh batch_size=4 max_length=128",
     ],

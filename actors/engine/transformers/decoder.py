@@ -461,7 +461,8 @@ def _plain(path: str, model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tens
 def _cache_name(model: PreTrainedModel) -> str:
     """Return a model's argument for its cache; models with recurrent layers alone have another."""
     known = inspect.signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in known else "cache_params"
+    alone = "cache_params" in known and "past_key_values" not in known
+    return "cache_params" if alone else "past_key_values"
 
 
 def _own_cache(path: str) -> ModelError:

@@ -9,11 +9,11 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
-from ....envs.registry import plays_any_row
+from ....envs.registry import named_objects
 from ....schemas.checks import CheckReply, CheckResult, failed_check, run_check
 from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import EnvConfig, JobConfig
@@ -259,11 +259,9 @@ def _functions_of_learner(config: JobConfig) -> list[str]:
 
 
 def _functions_of_hosts(env: EnvConfig) -> list[str]:
-    """Return the user's reward functions, also TRL's, that environment hosts import."""
-    of_game: Any = env.kwargs.get("reward_funcs") if plays_any_row(str(env.game)) else None
-    several = cast("list[Any]", of_game) if isinstance(of_game, list) else [of_game]
-    named = [env.reward.function, *several]
-    return [name for name in named if isinstance(name, str) and ":" in name]
+    """Return the user's functions and classes that environment hosts import beside the game."""
+    own = env.reward.function
+    return [*([own] if own and ":" in own else []), *named_objects(str(env.game), env.kwargs)]
 
 
 def _combine(

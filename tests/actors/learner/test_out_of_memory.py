@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tinkermq.actors.learner.memory import PassTokens, smaller_passes_after, with_chosen_settings
+from tinkermq.actors.tinker.service import recomputes_on
 from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.state import LearnerState
@@ -246,6 +247,22 @@ def test_a_pass_of_an_unknown_model_is_small_and_recomputed(folder: Path) -> Non
         folder, 1, learner=auto | {"gradient_checkpointing": False}, model={"path": "no/body"}
     )
     assert not with_chosen_settings(plain, find_card("H100")).learner.recomputes
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "expected"),
+    [
+        ("Qwen/Qwen3-8B", None, False),
+        ("Qwen/Qwen3-8B", "L4", True),
+        ("Qwen/Qwen3-0.6B", "H100", False),
+        ("nobody/knows-it", "H100", True),
+    ],
+)
+def test_a_tinker_service_recomputes_where_its_passes_would_not_fit(
+    model: str, card: str | None, expected: bool
+) -> None:
+    config = JobConfig.model_validate({"model": {"path": model}, "env": {"game": "none"}})
+    assert recomputes_on(card and find_card(card), config, shared=False) is expected  # pyright: ignore
 
 
 _SETTLE = """

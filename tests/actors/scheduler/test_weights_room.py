@@ -15,7 +15,7 @@ from tinkermq.actors.training.parallel import snapshot, snapshot_bytes
 from tinkermq.actors.weights.history import WeightHistory
 from tinkermq.actors.weights.publisher import Publisher, num_versions
 from tinkermq.actors.weights.store import room_for
-from tinkermq.actors.weights.tensors import layout
+from tinkermq.actors.weights.tensors import CopiedWeights, layout
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.objects import ObjectStore
@@ -66,7 +66,9 @@ async def ask(stack: Stack, job: str, wanted: int, least: int = 1) -> int:
 def publisher_of(context: JobContext, models: Mapping[str, nn.Module]) -> Publisher:
     """Return what publishes these models; no version is."""
     size = partial(snapshot_bytes, models)
-    return Publisher(context, lambda *_: {}, size, kind="full", num_evaluated=MOST_EVALUATIONS)
+    return Publisher(
+        context, lambda *_: CopiedWeights(), size, kind="full", num_evaluated=MOST_EVALUATIONS
+    )
 
 
 async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts(

@@ -16,7 +16,7 @@ from tinkermq.envs.check import check_game
 from tinkermq.envs.data import HostData
 from tinkermq.envs.game import ChatMessage, check_result
 from tinkermq.envs.prompt import open_game
-from tinkermq.envs.registry import find_game, load_game
+from tinkermq.envs.registry import find_game, import_needs, load_game, named_objects
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError, RewardError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -315,3 +315,12 @@ def test_a_check_shows_tools_rewards_and_a_scripted_episode(tmp_path: Path) -> N
         "answer '?': ''",
         "return 1",
     ]
+
+
+def test_functions_that_arguments_name_are_imported_before_the_game_is_made(tmp_path, monkeypatch):
+    (tmp_path / "named_rewards.py").write_text("def right(**_):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kwargs = {"reward_funcs": "named_rewards:right"}
+    assert named_objects("trl:not_imported:Class", kwargs) == ["named_rewards:right"]
+    import_needs(load_game("trl:trl_classes:CounterEnv"), kwargs)
+    assert "named_rewards" in sys.modules

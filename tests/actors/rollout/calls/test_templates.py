@@ -141,6 +141,11 @@ def test_calls_in_an_unknown_format_are_read_by_the_response_template() -> None:
     assert (reply.text, [call.value for call in reply.calls]) == ("I look.", [{"query": "x"}])
 
 
+def test_a_template_that_leaves_out_results_is_no_template_of_a_game_with_tools() -> None:
+    with pytest.raises(ModelError, match="omits a message of the tool"):
+        chat_of("gemma4").first_prompt([ASKED.for_template()], [TOOL])
+
+
 FABRICATED = {
     "glm4moe": [
         '<tool_call>search\n{"query": "x"}</tool_call>',
