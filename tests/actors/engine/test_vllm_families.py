@@ -21,14 +21,13 @@ KINDS = (
     "gemma3_text",
     "gpt_oss",
     "granitemoehybrid",
-    "lfm2_moe",
     "mistral",
     "mixtral",
     "qwen3_5_text",
 )
 """Each kind of layers, and each form of weights that vLLM's models have otherwise."""
 ADAPTED = ("gemma3_text", "mistral")
-SINGLE = ("sinks", "conv1d.weight", "experts.gate_up_proj", "correction_bias", "kv_b_proj.weight")
+SINGLE = ("sinks", "conv1d.weight", "experts.gate_up_proj", "kv_b_proj.weight")
 """Ends of tensors that are one parameter of vLLM's, or more."""
 
 
