@@ -8,6 +8,7 @@ from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.schemas.checks import CheckResult, run_checks
 from tinkermq.schemas.config.job import JobConfig
 from transformers import PreTrainedConfig
+from transformers.models.lfm2_moe import Lfm2MoeConfig
 from transformers.models.minimax import MiniMaxConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.phi3 import Phi3Config
@@ -49,8 +50,9 @@ def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
     ("config", "rank", "refused"),
     [
         (MiniMaxConfig(num_hidden_layers=2), 2, "has no class for it"),
-        (MixtralConfig(num_hidden_layers=2), 0, "when new ones arrive"),
-        (MixtralConfig(num_hidden_layers=2), 2, ""),
+        (Lfm2MoeConfig(num_hidden_layers=2), 0, "have other log-probs there"),
+        (Lfm2MoeConfig(num_hidden_layers=2), 2, ""),
+        (MixtralConfig(num_hidden_layers=2), 0, ""),
     ],
 )
 def test_a_model_is_refused_for_vllm_where_vllm_would_not_compute_its_versions(

@@ -126,6 +126,8 @@ class Served:
         made = self._llm.generate([prompt], asked, use_tqdm=False, lora_request=self._adapter)
         drawn = list(drawn_of(made[0].outputs, 0))
         ids = np.concatenate([PROMPT, [token for token, _, _ in drawn]])
+        for module in model.modules():
+            module.do_not_compile = True  # vLLM has changed classes that it runs itself
         expected = plain_logprobs(model, ids, len(PROMPT))
         atol = 1e-4 if model.dtype == torch.float32 else 0.05
         if getattr(model.config, "kv_lora_rank", None):

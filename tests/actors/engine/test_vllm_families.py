@@ -8,9 +8,8 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.plan.model_refusals import VLLM_REFUSALS
 
-from tests.support.families import FAMILIES
 from tests.support.models import adapted
-from tests.support.vllm_families import IN_BFLOAT16, Served, make, moved, published, served
+from tests.support.vllm_families import Served, make, moved, published, served
 
 pytestmark = pytest.mark.vllm
 NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "olmo_hybrid")
@@ -26,19 +25,21 @@ KINDS = (
     "qwen3_5_text",
 )
 """Each kind of layers, and each form of weights that vLLM's models have otherwise."""
+OTHERS = (
+    *("apertus", "arcee", "bitnet", "cohere", "cwm", "ernie4_5", "exaone4", "falcon"),
+    *("falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma4_text", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "gpt2", "granite", "granitemoe", "olmo2", "smollm3"),
+    *VLLM_REFUSALS,
+    *NOT_ON_CPUS,
+)
 ADAPTED = ("gemma3_text", "mistral")
 SINGLE = ("sinks", "conv1d.weight", "experts.gate_up_proj", "kv_b_proj.weight")
 """Ends of tensors that are one parameter of vLLM's, or more."""
 
 
-def _params(chosen: tuple[str, ...]) -> list[object]:
-    return [
-        family if family in chosen else pytest.param(family, marks=pytest.mark.long)
-        for family in FAMILIES
-    ]
-
-
-@pytest.mark.parametrize("family", _params(KINDS))
+@pytest.mark.parametrize(
+    "family", [*KINDS, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)]
+)
 def test_a_family_has_the_log_probs_of_its_own_pass_in_vllm_and_after_new_weights_theirs(
     family: str, tmp_path: Path
 ) -> None:
@@ -67,10 +68,8 @@ def _check_refusals(vllm: Served, tensors: dict[str, torch.Tensor]) -> None:
             assert (kind, "nothing was loaded into" in why) == ("mismatch", True), name
 
 
-@pytest.mark.parametrize("family", _params(ADAPTED))
+@pytest.mark.parametrize("family", ADAPTED)
 def test_an_adapter_has_the_log_probs_of_the_learner_in_vllm(family: str, tmp_path: Path) -> None:
-    if family in VLLM_REFUSALS or family in {*NOT_ON_CPUS, *IN_BFLOAT16}:
-        pytest.skip("vLLM's CPU build does not compute it in float32")
     make(family).save_pretrained(tmp_path)
     config = LoraConfig(rank=4)
     model = adapted(tmp_path, config, 3)
