@@ -87,7 +87,7 @@ VLLM_REFUSALS: Mapping[str, str] = {
 """Why vLLM does not compute a family, by its `model_type`."""
 
 
-_STALE_IN_VLLM = ("lfm2_moe",)
+_STALE_IN_VLLM = ("ernie4_5_moe", "lfm2_moe")
 """Families of which vLLM 0.32 has not been seen to compute new versions as the learner does."""
 
 
