@@ -83,7 +83,7 @@ IN_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
 
 def make(family: str) -> PreTrainedModel:
     """Return a family's tiny model in sizes for vLLM."""
-    model = make_model(family, SIZES, **MAKERS.get(family, {}))
+    model: Any = make_model(family, SIZES, **MAKERS.get(family, {}))
     return model.to(torch.bfloat16) if family in IN_BFLOAT16 else model
 
 
@@ -126,6 +126,7 @@ class Served:
         made = self._llm.generate([prompt], asked, use_tqdm=False, lora_request=self._adapter)
         drawn = list(drawn_of(made[0].outputs, 0))
         ids = np.concatenate([PROMPT, [token for token, _, _ in drawn]])
+        module: Any
         for module in model.modules():
             module.do_not_compile = True  # vLLM has changed classes that it runs itself
         expected = plain_logprobs(model, ids, len(PROMPT))

@@ -6,3 +6,6 @@ from vllm.sampling_params import SamplingParams as SamplingParams
 
 class AsyncEngineArgs:
     def __init__(self, **arguments: Any) -> None: ...
+
+class LLM:
+    def __init__(self, **arguments: object) -> None: ...

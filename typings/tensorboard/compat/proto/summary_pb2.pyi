@@ -1,6 +1,7 @@
 class SummaryMetadata:
     class PluginData:
         def __init__(self, *, plugin_name: str) -> None: ...
+
     def __init__(self, *, plugin_data: PluginData) -> None: ...
 
 class _Values:
