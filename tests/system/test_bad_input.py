@@ -187,7 +187,7 @@ async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
 async def test_what_no_node_has_is_refused_and_leaves_the_name_free(
     shared_stack: Stack, model: Path, error: type[Exception], env: dict[str, Any], told: str
 ) -> None:
-    name = f"refused-{error.__name__.lower()}"
+    name = f"refused-{error.__name__.lower()}-{env.get('game', 'none').partition(':')[0]}"
     with pytest.raises(error, match=told):
         await shared_stack.submit({**small_job(model, env={"num_val": 0, **env}), "name": name})
     sound = small_job(model, env={"hosts": 0}, generator={"count": 0})

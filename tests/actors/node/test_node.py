@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -526,10 +527,21 @@ async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Pat
     assert (await lookout.answer(asked[0])).done
 
 
-async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path: Path) -> None:
-    """A pipe without a writer stands for such a disk."""
-    (tmp_path / "config.json").write_text("{}")
-    os.mkfifo(tmp_path / "model.safetensors")
+async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the weights does not return, as on such a disk."""
+    shutil.copy(Path(hollow_model()) / "config.json", tmp_path)
+    weights, answers_again = tmp_path / "model.safetensors", threading.Event()
+    weights.touch()
+    is_file = Path.is_file
+
+    def look(path: Path, **options: bool) -> bool:
+        if path == weights:
+            answers_again.wait()
+        return is_file(path, **options)
+
+    monkeypatch.setattr(Path, "is_file", look)
     lookout = ModelChecks()
     question = ModelQuestion(model=str(tmp_path))
     asking = [asyncio.create_task(lookout.answer(question)) for _ in range(40)]
@@ -541,9 +553,16 @@ async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path
             other = ModelQuestion(model=hollow_model(), user="bob")
             assert (await lookout.answer(other)).done, "another user's look is not held up"
     finally:
-        os.close(os.open(tmp_path / "model.safetensors", os.O_WRONLY))
+        answers_again.set()
         answers = await asyncio.gather(*asking)
     assert False in {one.done for one in answers}
+
+
+def test_a_pipe_in_place_of_weights_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    shutil.copy(Path(hollow_model()) / "config.json", tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="is damaged or cut: it is not a file"):
+        check_model_is_here(str(tmp_path))
 
 
 def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:
