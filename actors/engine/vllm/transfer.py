@@ -150,7 +150,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
 
     def finish_weight_update(self) -> None:
         """End the update of all layers, including layers whose weights have not arrived."""
-        missing = self._missing()
+        missing = self._not_loaded()
         finalize_layerwise_reload(self.model, self.model_config)
         if missing and self.outcome[0] == "done":
             self.outcome = "mismatch", f"nothing was loaded into {name_some(missing)}"
@@ -243,7 +243,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         self._loaded = {*(self._loaded or ()), *(names or ())} if known else None
         return names is None or len(names) > 0
 
-    def _missing(self) -> list[str]:
+    def _not_loaded(self) -> list[str]:
         """Return the parameters into which nothing was loaded, before the update is finished.
 
         A parameter waits on the meta device until its layer is complete, and the calls of its
@@ -329,7 +329,7 @@ def _outcome_of(work: Callable[[], str | None]) -> Outcome:
 
 # -- names and shapes that vLLM's models read ------------------------------------------------------
 
-_STACKED = re.compile(r"(.*\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)$")
+_STACKED = re.compile(r"(.*\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)")
 
 
 class CheckpointForm:
@@ -343,8 +343,8 @@ class CheckpointForm:
         """Read the conversions of the class of vLLM's `model_config`."""
         trusted = bool(model_config.trust_remote_code)
         self._hollow: Any = hollow_model(model_config.model, trust_remote_code=trusted)
-        found = get_model_conversion_mapping(self._hollow, add_legacy=False)
-        self._conversions = [each for each in found if not isinstance(each, PrefixChange)]
+        conversions = get_model_conversion_mapping(self._hollow, add_legacy=False)
+        self._conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
         self._hollow._weight_conversions = self._conversions
         self._splits_experts = model_config.hf_text_config.model_type == "gpt_oss"
 
@@ -353,7 +353,7 @@ class CheckpointForm:
         if self._conversions:
             tensors = revert_weight_conversion(self._hollow, tensors)
         for name, tensor in tensors.items():
-            stacked = _STACKED.match(name) if self._splits_experts else None
+            stacked = _STACKED.fullmatch(name) if self._splits_experts else None
             if stacked is None:
                 yield name, tensor
                 continue
