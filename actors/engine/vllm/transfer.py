@@ -351,8 +351,8 @@ class CheckpointForm:
     def of(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a checkpoint that has these."""
         if self._conversions:
-            reverted: Any = revert_weight_conversion(self._hollow, tensors)
-            tensors = reverted
+            revert: Any = revert_weight_conversion
+            tensors = revert(self._hollow, tensors)
         for name, tensor in tensors.items():
             stacked = _STACKED.fullmatch(name) if self._splits_experts else None
             if stacked is None:
