@@ -258,9 +258,6 @@ class Reporter:
                 **{f"rollout/dropped/{key}": float(n) for key, n in drops.num_by_reason.items()},
             }
         )
-        if self.use is not None:
-            lengths = [[prompt_and_others(item.mask) for item in group.sampled] for group in groups]
-            numbers["perf/mfu"] = self.use.mfu(lengths, report.model_s)
         if step <= self.first_step:
             return
         await publish_trace(self.context.broker, self.context.scope, trace)
@@ -394,9 +391,13 @@ class Reporter:
     ) -> dict[str, float]:
         """Return the numbers of the groups and of the step; an SFT job has no rewards or lag."""
         config = self.context.config
+        use: dict[str, float] = {}
+        if self.use is not None:
+            lengths = [[prompt_and_others(item.mask) for item in group.sampled] for group in groups]
+            use["perf/mfu"] = self.use.mfu(lengths, report.model_s)
         if config.sft.data:
             trained = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
-            return {**demonstration_numbers(groups), **trained}
+            return {**demonstration_numbers(groups), **trained, **use}
         numbers = group_numbers(
             groups,
             step - 1,
@@ -404,7 +405,7 @@ class Reporter:
             config.evaluation.success_reward,
             oldest,
         )
-        return {**numbers, **report.numbers, **waste.numbers()}
+        return {**numbers, **report.numbers, **waste.numbers(), **use}
 
     def _wait_share(self) -> float:
         waited = sum(trace.learner.get("wait", 0.0) for trace in self._traces)
@@ -505,5 +506,5 @@ async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:
     for tracker in trackers:
         log = in_thread(tracker.log_config, shown)
         await with_room(log, "the run's config.json", context.missing)
-    use = ModelUse.of(config, find_models(config), own_card())
+    use = ModelUse.of(config, await asyncio.to_thread(find_models, config), own_card())
     return Reporter(context, trackers, state.total_steps, first_step, use)

@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import timedelta
@@ -104,7 +105,7 @@ FORM_S = 2 * BUCKET_S
 _POLL_S = 0.001
 
 
-class _Receiving:
+class _Receiving(ABC):
     """Receives payloads in a group of a learner and its receivers."""
 
     device: torch.device
@@ -124,9 +125,9 @@ class _Receiving:
             for bucket in buckets:
                 yield lent(bucket)
 
+    @abstractmethod
     def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
         """Receive the buckets in order."""
-        raise NotImplementedError
 
 
 class ProcessGroup(_Receiving):

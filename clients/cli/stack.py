@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 from urllib.parse import urlsplit
@@ -52,8 +52,7 @@ PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
 NATS_PORT = 4222
-_NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
-_SCHEDULER_NEEDS = ("blake3",)
+_NEEDS = ("torch", "transformers", "safetensors", "peft", "psutil")
 _EXAMPLES = ("examples/calculator.yaml", "outputs/quickstart.yaml")
 """Of a checkout, and of a quickstart in this folder."""
 _POLL_S = 0.1
@@ -137,8 +136,8 @@ def up(
         if not json:
             print_note("a stack is up already; `tinkermq down` stops it")
     else:
-        needs = _NEEDS if on is None else _SCHEDULER_NEEDS
-        check_worker("`up` starts a scheduler and a node on this machine", needs)
+        if on is None:
+            check_worker("`up` starts a node on this machine")
         gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
         options = options.model_copy(update={"gateway_port": gateway})
         if foreground:
@@ -166,11 +165,9 @@ def _refuse_other(running: StackState, chosen: Mapping[str, Any]) -> None:
         )
 
 
-def check_worker(
-    what: str = "the quickstart trains on this machine", needs: Sequence[str] = _NEEDS
-) -> None:
+def check_worker(what: str = "the quickstart trains on this machine") -> None:
     """Raise ConfigError if the packages for `what` are not installed."""
-    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"{what}, and {', '.join(missing)} "

@@ -5,14 +5,12 @@
 
 import subprocess
 import sys
-import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tinkermq.broker.nats_server import NatsServer
 
 from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import build_wheel
@@ -82,7 +80,7 @@ def said(*words: str | Path) -> str:
 
 @pytest.mark.parametrize("extra", PROMISES)
 def test_an_extra_alone_brings_all_that_it_promises(
-    wheel: Path, tmp_path: Path, extra: str
+    wheel: Path, tmp_path: Path, extra: str, nats_server: NatsServer
 ) -> None:
     programs = installed(wheel, tmp_path / "venv", extra)
     packages, line = PROMISES[extra]
@@ -91,32 +89,7 @@ def test_an_extra_alone_brings_all_that_it_promises(
     said(programs / "python", "-c", line or "pass")
     assert "Usage: tinkermq" in said(programs / "tinkermq", "--help")
     if extra == "gateway":
-        with a_broker(programs, tmp_path) as url:
-            assert_gateway_answers(programs, url)
-
-
-@contextmanager
-def a_broker(programs: Path, folder: Path) -> Iterator[str]:
-    """Run the nats-server that the package brings; yield its URL."""
-    ports = folder / "ports"
-    ports.mkdir()
-    server = subprocess.Popen(
-        [
-            *(programs / "nats-server", "-js", "-a", "127.0.0.1", "-p", "-1"),
-            *("-sd", str(folder / "store"), "--ports_file_dir", str(ports)),
-        ],
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (written := [one for one in ports.glob("*.ports") if one.stat().st_size]):
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield written[0].read_text().split('"nats":["')[1].split('"')[0]
-    finally:
-        server.terminate()
-        server.wait(PATIENCE_S)
+        assert_gateway_answers(programs, nats_server.url)
 
 
 def assert_gateway_answers(programs: Path, url: str) -> None:

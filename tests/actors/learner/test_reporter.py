@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.learner.reporter import Reporter, last_reported_step, restore_reported
+from tinkermq.actors.training.state import Waste
+from tinkermq.actors.training.step import StepReport
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.local.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.metric import Event, Metric
+from tinkermq.schemas.plan.model_shape import find_shape
+from tinkermq.schemas.plan.plan import ModelUse
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.contexts import job_context
+from tests.support.groups import make_group, make_trajectory
 
 CONFIG = JobConfig.model_validate({"model": {"path": "none"}, "env": {"game": "none"}})
 
@@ -118,3 +123,18 @@ async def test_a_lost_run_folder_gets_the_numbers_of_all_steps_and_none_is_repor
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("actor/lr")] == [1, 2, 3]
+
+
+async def test_a_step_on_known_gpus_has_the_mfu_of_its_tokens(
+    broker: Broker, scope: JobScope
+) -> None:
+    reporter = await reporter_of(broker, scope, [])
+    episodes = [make_trajectory([1] * 5, [([2] * n, [])], [1.0]) for n in (3, 7)]
+    step = [make_group(episodes, 0)], 1, StepReport({}, model_s=0.5), Waste(), 0
+    assert "perf/mfu" not in reporter._numbers(*step)
+    shape = find_shape("Qwen/Qwen3-8B")
+    assert shape is not None
+    reporter.use = ModelUse(shape, flops=1e12, shares_prompts=True, epochs=1)
+    expected = reporter.use.mfu([[(5, 3), (5, 7)]], 0.5)
+    assert reporter._numbers(*step)["perf/mfu"] == pytest.approx(expected)
+    assert expected > 0

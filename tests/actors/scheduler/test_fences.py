@@ -9,8 +9,9 @@ import pytest
 from tinkermq.actors.scheduler.submission.access import refuse_runs_of_others
 from tinkermq.actors.storage.access import refuse_links_to_others
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ConfigError
+
+from tests.support.owners import record_of_ada
 
 
 def test_an_adapter_may_not_stand_on_the_model_of_another_user(tmp_path: Path) -> None:
@@ -98,20 +99,6 @@ def test_nothing_in_a_model_folder_leads_to_the_run_of_another_user(
     assert key in refused.value.message
 
 
-def a_job(root: Path, **changes: Any) -> JobRecord:
-    return JobRecord(
-        job="j",
-        name="r",
-        user="ada",
-        state="STARTING",
-        config={},
-        created=0.0,
-        run_dir=str(root / "ada" / "r"),
-        output_roots=[str(root)],
-        **changes,
-    )
-
-
 @pytest.mark.parametrize("at", ["model", "fork", "checkpoints"])
 def test_a_link_that_came_after_the_submission_is_found_right_before_the_files_are_read(
     tmp_path: Path, at: str
@@ -121,7 +108,7 @@ def test_a_link_that_came_after_the_submission_is_found_right_before_the_files_a
     mine = a_model(root / "ada" / "old" / "checkpoints" / "step_1")
     fork, checkpoint = a_model(root / "ada/r/fork"), a_model(root / "ada/r/checkpoints/step_000001")
     config = parse_config({"model": {"path": str(mine)}, "env": {"game": "bandit"}})
-    record = a_job(root, fork_dir=str(fork))
+    record = record_of_ada(root, fork_dir=str(fork))
     (mine / "own").symlink_to(fork)
     refuse_links_to_others(record, config)
     changed = {"model": mine, "fork": fork, "checkpoints": checkpoint}[at]
@@ -141,11 +128,11 @@ def test_a_run_with_the_name_of_another_user_is_not_that_users(tmp_path: Path) -
         (mine / "model.safetensors").unlink()
         to_the_file(mine, hers)
         with pytest.raises(ConfigError, match=r"is in a run folder of another user"):
-            refuse_links_to_others(a_job(root), config)
+            refuse_links_to_others(record_of_ada(root), config)
     own = a_model(root / "team" / "ada" / "r")
     (mine / "model.safetensors").unlink()
     to_the_file(mine, own)
-    refuse_links_to_others(a_job(root, own_folders=[str(root / "team" / "ada")]), config)
+    refuse_links_to_others(record_of_ada(root, own_folders=[str(root / "team" / "ada")]), config)
 
 
 def test_a_run_folder_that_became_a_link_out_of_the_roots_is_not_written_to(tmp_path: Path) -> None:
@@ -155,4 +142,4 @@ def test_a_run_folder_that_became_a_link_out_of_the_roots_is_not_written_to(tmp_
     (root / "ada" / "r").symlink_to(outside)
     config = parse_config({"model": {"path": "m"}, "env": {"game": "bandit"}})
     with pytest.raises(ConfigError, match=r"run_dir=.* is outside of the folders where jobs"):
-        refuse_links_to_others(a_job(root), config)
+        refuse_links_to_others(record_of_ada(root), config)
