@@ -1,7 +1,7 @@
 """A generator killed, or stopped for a while, amid long episodes: another goes on with them.
 
-In one run with real processes: the first task that is being played loses its generator by SIGKILL,
-a later one by SIGSTOP, whose generator wakes when the task is over.
+With real processes: the task that is being played loses its generator by SIGKILL, or by SIGSTOP,
+whose generator wakes when the task is over.
 """
 
 import os
@@ -24,11 +24,16 @@ Record = dict[int, list[Segment]]
 """Segments by the number of their episode."""
 
 
-def job_of_long_episodes(model: Path, **rollout: int) -> dict:
-    """Return a job of episodes that take seconds, written down as they go."""
+def job_of_held_episodes(model: Path, gate: Path, **rollout: int) -> dict:
+    """Return a job of episodes that are written down as they go, and wait for a file to end."""
     return small_job(
         model,
-        env={"game": "tests.support.games:SlowEcho", "num_val": 0, "workers": 32},
+        env={
+            "game": "tests.support.games:HeldEcho",
+            "kwargs": {"until": str(gate)},
+            "num_val": 0,
+            "workers": 32,
+        },
         rollout={
             "group_size": 3,
             "max_prompt_tokens": 64,
@@ -38,7 +43,7 @@ def job_of_long_episodes(model: Path, **rollout: int) -> dict:
             **rollout,
         },
         generator={"count": 2, "max_episodes": 8, "ack_wait_s": 2, "segment_tokens": 8},
-        training={"num_steps": 10, "batch_size": 1, "staleness_policy": "wait"},
+        training={"num_steps": 4, "batch_size": 1, "staleness_policy": "wait"},
     )
 
 
@@ -57,15 +62,15 @@ def num_tokens(record: Record) -> int:
     return sum(int(segment.mask.sum()) for some in record.values() for segment in some)
 
 
-async def begun_task(job: Job, after: int, least: int = 40) -> int:
-    """Return a task behind `after` of which so many tokens are written down."""
+async def begun_task(job: Job, least: int = 40) -> tuple[int, Record]:
+    """Return a task of which so many tokens are written down, and what is."""
 
-    async def there() -> int | None:
+    async def there() -> tuple[int, Record] | None:
         found = await records(job)
-        return next((n for n in found if n > after and num_tokens(found[n]) >= least), None)
+        return next((one for one in found.items() if num_tokens(one[1]) >= least), None)
 
     await job.until_streams()
-    return await job.eventually(there, f"a task behind {after} that has begun")
+    return await job.eventually(there, "a task that has begun")
 
 
 def actor_of(record: Record) -> str:
@@ -106,37 +111,36 @@ def assert_begins_with(group: Group, record: Record) -> None:
             np.testing.assert_array_equal(episode.versions[there], one.versions)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_another_generator_goes_on_and_the_one_that_wakes_is_refused(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    job = await stack.submit(job_of_long_episodes(model))
-    killed = await begun_task(job, -1)
-    left = (await records(job))[killed]
-    await job.kill(actor_of(left))
-    assert_begins_with(await group_of(job, killed), left)
-
-    stopped = await begun_task(job, killed + 1)
-    left = (await records(job))[stopped]
-    pid = await job.pid(actor_of(left))
-    os.kill(pid, signal.SIGSTOP)
-    group = await group_of(job, stopped)
+    gate = tmp_path / "open"
+    job = await stack.submit(job_of_held_episodes(model, gate))
+    task, left = await begun_task(job)
+    lost = actor_of(left)
+    pid = await job.pid(lost)
+    os.kill(pid, how)
+    gate.touch()
+    group = await group_of(job, task)
     assert_begins_with(group, left)
-    assert group.source != actor_of(left)
-    os.kill(pid, signal.SIGCONT)
-    await refused(job, stopped, actor_of(left))
+    if how == signal.SIGSTOP:
+        assert group.source != lost
+        os.kill(pid, signal.SIGCONT)
+        await refused(job, task, lost)
 
     await job.until("COMPLETED")
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
     continued = {event.data["task"]: event.data for event in await job.events("task_continued")}
-    assert {killed, stopped} <= set(continued)
+    assert task in continued
     told = sum(metric.values["rollout/continued_tokens"] for metric in await job.metrics())
     assert told == sum(data["tokens"] for data in continued.values())
     assert await records(job) == {}, "what is over is still written down"
 
 
 async def test_an_oversampled_run_is_replayed_to_the_bit(stack: Stack, model: Path) -> None:
-    config = job_of_long_episodes(model, oversample=3)
+    config = job_of_held_episodes(model, Path(), oversample=3)
     config["env"] = {"game": "tests.support.games:CoinGame", "num_val": 0}
     config["generator"] = {**config["generator"], "count": 1, "segment_tokens": 0}
     job = await stack.submit(config)

@@ -241,15 +241,16 @@ class EndsEarly(EchoGame):
         return StepResult("", 10.0 + self.turns, done=True, info={"cut_after": self.turns})
 
 
-class SlowEcho(EchoGame):
-    """Takes its time over each turn."""
+class HeldEcho(EchoGame):
+    """Takes its third turn once the file `until` is there."""
 
-    def __init__(self, delay_s: float = 0.3) -> None:
-        self._delay_s = delay_s
+    def __init__(self, until: str) -> None:
+        self._until = Path(until)
 
     def step(self, action: str) -> StepResult:
-        """Wait, then answer."""
-        time.sleep(self._delay_s)
+        """Wait for the file, then answer."""
+        while self.turns == 2 and not self._until.exists():
+            time.sleep(0.02)
         return super().step(action)
 
 
