@@ -123,6 +123,8 @@ class LearnerState(BaseModel):
     """(number, failed tries) of dropped tasks to issue again, for tasks with failed tries."""
     owed_tasks: list[Task] = Field(default_factory=list[Task])
     """Clients' dropped tasks to issue again."""
+    repeated: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of dropped tasks that clients' tasks have replaced, as half-open ranges."""
     unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
     """Entries dropped since the last batch record; the next record lists them."""
     judged_seq: int = 0

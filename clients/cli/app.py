@@ -84,6 +84,10 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq rollouts my-run --step 12 --json", "what one step trained"),
         Example("tinkermq rollouts outputs/my-run", "of a run's folder, without a pool"),
     ),
+    "failed": (
+        Example("tinkermq failed my-run", "with the reason of each"),
+        Example("tinkermq failed my-run --repeat 3 14", "once the reason is gone"),
+    ),
     "eval": (
         Example("tinkermq eval my-run", "the newest version"),
         Example("tinkermq eval my-run@40 evaluation.samples=8", "a checkpoint, 8 episodes a task"),
@@ -209,6 +213,7 @@ _GROUPS: dict[str, list[_Command]] = {
     "Inspecting a run": [
         _Command("logs", "inspection:logs", "Print the logs of a run's actors."),
         _Command("rollouts", "inspection:rollouts", "Print a run's rollouts."),
+        _Command("failed", "inspection:failed", "List, repeat or drop tasks that failed for good."),
         _Command(
             "profile", "inspection:profile", "Show where a run's time goes, and what to change."
         ),

@@ -1,4 +1,4 @@
-"""Commands that inspect a run: `tinkermq logs`, `rollouts` and `profile`."""
+"""Commands that inspect a run: `tinkermq logs`, `rollouts`, `failed` and `profile`."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...broker.calls import read_memory, trace_steps
-from ...broker.feed import read_traces
+from ...broker.calls import decide_failed, read_memory, trace_steps
+from ...broker.feed import read_failed, read_traces
 from ...broker.kept_rollouts import RunRollouts
 from ...envs.agents.call_selection import CallLine, call_lines
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -26,6 +26,7 @@ from ...schemas.profile import (
     spans_of,
 )
 from ...schemas.rollout import Trajectory
+from ...schemas.task import DeadLetter, Decision
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, StateError
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.trace import StepTrace
@@ -250,6 +251,70 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
     for failure in trajectory.failures:
         print_plain(f"  failed try: {failure.boundary}: {failure.message}")
     print_text("")
+
+
+def failed(
+    run: str,
+    /,
+    *,
+    repeat: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    drop: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    every: Annotated[Decision | None, Parameter(name="--all")] = None,
+    common: Common = COMMON,
+) -> int:
+    """List the tasks of a run that failed for good, with their reasons; repeat or drop them.
+
+    A task is listed once its tries are used up, or if it can never be played.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    repeat
+        Numbers of listed tasks to issue again, each once, as new tasks of the same row and seed;
+        a run that has ended issues them when it is resumed for more steps.
+    drop
+        Numbers of listed tasks to take off the list; the run is not changed.
+    every
+        `repeat` or `drop` all that are listed.
+    """
+    chosen: dict[Decision, list[int]] = {}
+    if repeat:
+        chosen["repeat"] = repeat
+    if drop:
+        chosen["drop"] = drop
+    if every and chosen:
+        raise ConfigError("--all is given with numbers", hint="give one of both")
+    if every:
+        chosen[every] = []
+
+    async def work(pool: Pool) -> tuple[list[DeadLetter], dict[Decision, list[int]]]:
+        record = await pool.find(run)
+        decided = {
+            what: await decide_failed(pool.broker, record, numbers, what)
+            for what, numbers in chosen.items()
+        }
+        return await read_failed(pool.broker, record.scope), decided
+
+    letters, decided = with_pool(common.nats_url, work)
+    if common.json:
+        print_json({"failed": [item.model_dump() for item in letters], "decided": decided})
+        return 0
+    for what, numbers in decided.items():
+        note = "issued again when the staleness bound allows" if what == "repeat" else "dropped"
+        print_note(f"{len(numbers)} {'task is' if len(numbers) == 1 else 'tasks are'} {note}")
+    for letter in letters:
+        task, blame = letter.task, letter.blame
+        row = f"seed {task.seed}" if task.sample is None else f"row {task.sample}"
+        print_text(
+            f"[bold]task {task.task}[/]  {row}  tries {task.tries + 1}  {literal(letter.source)}"
+        )
+        print_plain(f"  {blame.boundary}: {blame.message}")
+        if blame.hint:
+            print_plain(f"  {blame.hint}")
+    if not letters:
+        print_note("no task has failed for good, or all are decided")
+    return 0
 
 
 # `tinkermq profile`: how a run spends its time, which actors wait, and what to change.
