@@ -16,11 +16,12 @@ from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...schemas.config.job import JobConfig
 from ...schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
+from ...schemas.number_set import NumberSet
 from ...schemas.rollout import Group
 from ...schemas.task import MAX_TRIES, Blame, DropReason, Task
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.trace import new_trace
-from ..training.state import LearnerState, NumberSet
+from ..training.state import LearnerState
 from .data_order import TaskOrder
 from .staleness import Staleness, min_version, num_admissible, returns_credit
 

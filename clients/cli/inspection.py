@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -113,6 +115,7 @@ def _print_logs(batch: LogLines, *, as_json: bool) -> None:
 
 # `tinkermq rollouts`: read the episodes of a run from its rollout log.
 
+_PRINTED = 10
 _ROLE_STYLES = {"system": "dim", "user": "blue", "assistant": "green", "tool": "magenta"}
 
 
@@ -123,7 +126,8 @@ def rollouts(
     step: int | None = None,
     sort: Literal["log", "reward"] = "log",
     errors: bool = False,
-    limit: Annotated[int, Parameter(validator=Number(gte=1))] = 10,
+    limit: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    to: Path | None = None,
     common: Common = COMMON,
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
@@ -143,10 +147,19 @@ def rollouts(
     errors
         Only failures: failed tasks, and episodes with failed attempts.
     limit
-        Most episodes to print.
+        Most episodes to print (default: 10) or to write (default: all).
+    to
+        Write them to this Parquet file instead, oldest first, with tokens and log-probs.
     """
 
-    async def work(pool: Pool) -> list[LoggedEpisode]:
+    async def read(there: RunRollouts, steps: dict[int, int]) -> list[LoggedEpisode] | int:
+        if to is not None:
+            from ..export import write_parquet  # pyarrow takes a third of a second to import
+
+            return await write_parquet(there, steps, replace(selected, most=limit), to)
+        return await read_episodes(there, steps, selected)
+
+    async def work(pool: Pool) -> list[LoggedEpisode] | int:
         record = await pool.find(run)
         if record.kind != "train":
             raise StateError(
@@ -154,20 +167,23 @@ def rollouts(
                 hint="give the name of a training job: `tinkermq ps --all`",
             )
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
-        return await read_episodes(
-            there, await read_steps(pool.broker, record.scope, there), selected
-        )
+        return await read(there, await read_steps(pool.broker, record.scope, there))
 
-    selected = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
+    most = limit or _PRINTED
+    selected = EpisodeFilter(step, errors=errors, most=most if sort == "log" else None)
     if "/" in run:
-        episodes = asyncio.run(_of_folder(run, selected))
+        there = _of_folder(run)
+        episodes = asyncio.run(read(there, there.steps))
     else:
         episodes = with_pool(common.nats_url, work)
+    if isinstance(episodes, int):
+        written = {"file": str(to), "episodes": episodes}
+        return print_result(written, f"{episodes} episodes in {to}", as_json=common.json)
     if sort == "reward":
         episodes = sorted(episodes, key=lambda episode: episode.reward, reverse=True)
     if not episodes and not common.json:
         print_note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
-    for episode in episodes[:limit]:
+    for episode in episodes[:most]:
         if common.json:
             print_json_line(episode.fields())
         else:
@@ -175,13 +191,13 @@ def rollouts(
     return 0
 
 
-async def _of_folder(folder: str, selected: EpisodeFilter) -> list[LoggedEpisode]:
+def _of_folder(folder: str) -> RunRollouts:
     if not (rollouts := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
             hint="name the folder of a run (`tinkermq ps --json` shows it), or the run itself",
         )
-    return await read_episodes(rollouts, rollouts.steps, selected)
+    return rollouts
 
 
 def _cut_turns(trajectory: Trajectory) -> str:
@@ -290,7 +306,7 @@ def failed(
 
     async def work(pool: Pool) -> tuple[list[DeadLetter], dict[Decision, list[int]]]:
         record = await pool.find(run)
-        decided = {
+        decided: dict[Decision, list[int]] = {
             what: await decide_failed(pool.broker, record, numbers, what)
             for what, numbers in chosen.items()
         }
