@@ -24,8 +24,8 @@ _ROW_GROUP = 512
 _ROW_GROUP_BYTES = 32 << 20
 """Bytes of tokens and messages after which a row group ends earlier."""
 
-_BLAME = pa.struct({"boundary": pa.string(), "code": pa.string(), "message": pa.string()})
-_MESSAGE = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.string()})
+_BLAME = pa.struct([(name, pa.string()) for name in ("boundary", "code", "message")])
+_MESSAGE = pa.struct([(name, pa.string()) for name in ("role", "content", "tool_calls")])
 _MICROSECONDS = pa.timestamp("us", "UTC")
 SCHEMA = pa.schema(
     {

@@ -45,7 +45,7 @@ class Check:
 
     name: CheckName
     problems: list[str] = field(default_factory=list[str])
-    """The first things found wrong; none if it passed."""
+    """The first things that are wrong; none if it passed."""
     num_problems: int = 0
     seen: str = ""
     """What was looked at."""
@@ -68,8 +68,8 @@ class Check:
     def fields(self) -> dict[str, Any]:
         """Return the fields for JSON output."""
         problems = {"problems": self.problems, "num_problems": self.num_problems}
-        told = {"check": self.name, "meaning": MEANINGS[self.name], "result": self.result}
-        return {**told, "seen": self.seen, **problems}
+        shown = {"check": self.name, "meaning": MEANINGS[self.name], "result": self.result}
+        return {**shown, "seen": self.seen, **problems}
 
 
 @dataclass
@@ -93,11 +93,11 @@ class Verification:
         return all(check.result != "failed" for check in self.checks.values())
 
     def __str__(self) -> str:
-        """Say in a line what was found."""
+        """Say in a line what was seen."""
         failed = [problem for check in self.checks.values() for problem in check.problems]
         if failed:
             return f"{len(failed)} problems, first: {failed[0]}"
-        looked_at = "; ".join(f"{name} {check.seen}" for name, check in self.checks.items())
+        looked_at = "; ".join(check.seen for check in self.checks.values())
         return f"passed ({looked_at})"
 
 
@@ -129,15 +129,15 @@ class _Verifier:
         self._num_tokens = 0
         self._largest_lag = 0
         names: tuple[CheckName, ...] = ("steps", "tasks", "once", "tokens", "versions")
-        self._found = Verification({name: Check(name) for name in names})
+        self._result = Verification({name: Check(name) for name in names})
 
     def _wrong(self, check: CheckName, problem: str) -> None:
-        self._found.checks[check].wrong(problem)
+        self._result.checks[check].wrong(problem)
 
     async def verify(self) -> Verification:
         # A task is in the queue until its group is in the log, and there until it is decided: read
         # in this order, none is missed.
-        found, queued = self._found, await self._queue.pending_numbers()
+        result, queued = self._result, await self._queue.pending_numbers()
         last, newest = await self._log.last_seq(), await self._batches.last_seq()
         later, first_step = 0, 0
         async with aclosing(self._batches.backwards()) as records:
@@ -145,22 +145,22 @@ class _Verifier:
                 if later and record.step != later - 1:
                     self._wrong("steps", f"step {later - 1} has no record")
                 later = first_step = record.step
-                found.num_steps += 1
+                result.num_steps += 1
                 self._decide(record)
                 await self._check_groups(record)
         self._check_first(first_step)
         await self._check_tasks(queued, last, newest, first_step)
-        checks = found.checks
-        checks["steps"].seen = f"{found.num_steps} steps"
-        checks["once"].seen = f"{len(found.trained)} trained, {len(found.dropped)} dropped"
-        of_all = f"{found.num_whole} of {found.num_steps} steps are in the log"
+        checks = result.checks
+        checks["steps"].seen = f"steps recorded: {result.num_steps}"
+        checks["once"].seen = f"{len(result.trained)} trained, {len(result.dropped)} dropped"
+        of_all = f"{result.num_whole} of {result.num_steps} steps are in the log"
         checks["tokens"].seen = f"{of_all}, {self._num_tokens:,} generated tokens"
-        checks["tokens"].applies = bool(found.num_whole)
+        checks["tokens"].applies = bool(result.num_whole)
         checks["versions"].seen = (
             f"largest lag {self._largest_lag}" if self._plays else "not played"
         )
-        checks["versions"].applies = bool(found.num_whole) and self._plays
-        return found
+        checks["versions"].applies = bool(result.num_whole) and self._plays
+        return result
 
     def _check_first(self, first_step: int) -> None:
         """Check that the records begin with the run, or behind the checkpoint that it forked."""
@@ -171,25 +171,25 @@ class _Verifier:
 
     def _decide(self, record: BatchRecord) -> None:
         """Record what a step decided; each entry and task once."""
-        found, size = self._found, self._config.training.batch_size
+        result, size = self._result, self._config.training.batch_size
         if not len(record.seqs) == len(record.tasks) == size:
             self._wrong(
                 "steps", f"step {record.step} trained {len(record.seqs)} groups, not {size}"
             )
         for number in record.tasks:
-            self._add_task(found.trained, number, record.step)
+            self._add_task(result.trained, number, record.step)
             self._limit = max(self._limit, number + 1)
         for seq in record.seqs:
             self._add_seq(seq, record.step)
         for item in record.dropped:
             self._add_seq(item.seq, record.step)
             if item.task is not None and item.reason != "duplicate":
-                self._add_task(found.dropped, item.task, record.step)
+                self._add_task(result.dropped, item.task, record.step)
                 if item.reason != "malformed":  # such an entry may name any number
                     self._limit = max(self._limit, item.task + 1)
 
     def _add_task(self, fates: NumberSet, number: int, step: int) -> None:
-        if number in self._found.trained or number in self._found.dropped:
+        if number in self._result.trained or number in self._result.dropped:
             self._wrong("once", f"task {number} was decided twice, at step {step} and later")
         fates.add(number)
 
@@ -208,10 +208,10 @@ class _Verifier:
             first = 1 if keeps_all else await self._log.first_seq()
             for seq, entry in zip(record.seqs, entries, strict=True):
                 if entry is None and seq >= first:
-                    gone = f"step {record.step} trained log entry {seq}, which is gone"
-                    self._wrong("tokens", gone)
+                    problem = f"step {record.step} trained log entry {seq}, which is gone"
+                    self._wrong("tokens", problem)
             return
-        self._found.num_whole += 1
+        self._result.num_whole += 1
         digests = b"".join(hashlib.sha256(entry.payload).digest() for entry in held)
         if hashlib.sha256(digests).hexdigest() != record.digest:
             self._wrong("tokens", f"the groups of step {record.step} are not those it recorded")
@@ -254,7 +254,7 @@ class _Verifier:
 
     async def _check_tasks(self, queued: set[int], last: int, newest: int, first_step: int) -> None:
         """Check that every task number has an end, or is open."""
-        found, first = self._found, await self._log.first_seq()
+        result, first = self._result, await self._log.first_seq()
         lost = await self._log.lost_seqs()
         undecided = [
             seq for seq in self._seqs.gaps(last + 1) if seq >= max(first, 1) and seq not in lost
@@ -265,20 +265,20 @@ class _Verifier:
                 continue
             if self._is_decided(entry.number) and self._has_completed:
                 self._wrong("once", f"task {entry.number} has a second group, log entry {seq}")
-            found.open.add(entry.number)
-        found.open |= queued
-        found.open = {number for number in found.open if not self._is_decided(number)}
-        self._limit = max([self._limit, *(number + 1 for number in found.open)])
-        decided = NumberSet(found.trained.ranges() + found.dropped.ranges())
-        gaps = (number for number in decided.gaps(self._limit) if number not in found.open)
+            result.open.add(entry.number)
+        result.open |= queued
+        result.open = {number for number in result.open if not self._is_decided(number)}
+        self._limit = max([self._limit, *(number + 1 for number in result.open)])
+        decided = NumberSet(result.trained.ranges() + result.dropped.ranges())
+        gaps = (number for number in decided.gaps(self._limit) if number not in result.open)
         missing = await self._still_missing(islice(gaps, _MOST_MISSING), newest)
-        seen = f"{self._limit} tasks, {len(found.open)} open"
+        seen = f"tasks: {self._limit}, {len(result.open)} open"
         if missing and (why := self._why_missing(first_step)):
             seen += f", {len(missing)} {why}"
             missing = []
         for number in missing:
             self._wrong("tasks", f"task {number} is neither trained, dropped, queued nor logged")
-        found.checks["tasks"].seen = seen
+        result.checks["tasks"].seen = seen
 
     def _why_missing(self, first_step: int) -> str:
         """Return why numbers may be missing from the records; empty: they may not."""
@@ -293,7 +293,7 @@ class _Verifier:
         return self._record.state == "COMPLETED"
 
     def _is_decided(self, number: int) -> bool:
-        return number in self._found.trained or number in self._found.dropped
+        return number in self._result.trained or number in self._result.dropped
 
     async def _still_missing(self, missing: Iterable[int], newest: int) -> list[int]:
         """Return the missing numbers that no part of a running run has meanwhile."""

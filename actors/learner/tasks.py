@@ -235,8 +235,8 @@ class Ledger:
             if tries:
                 self._tries[number] = tries
         self._settle(number)
-        if (wanted := self._to_repeat.pop(number, None)) is not None:
-            self.repeat(wanted)
+        if (to_repeat := self._to_repeat.pop(number, None)) is not None:
+            self.repeat(to_repeat)
         return self._waits_for_issue(number)
 
     def repeat(self, task: Task) -> None:

@@ -83,7 +83,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq rollouts my-run --sort reward", "the best first"),
         Example("tinkermq rollouts my-run --step 12 --json", "what one step trained"),
         Example("tinkermq rollouts my-run --to my-run.parquet", "all, for DuckDB and pandas"),
-        Example("tinkermq rollouts outputs/my-run", "of a run's folder, without a pool"),
     ),
     "failed": (
         Example("tinkermq failed my-run", "with the reason of each"),

@@ -414,40 +414,47 @@ def verify(run: str, /, *, replay: bool = False, common: Common = COMMON) -> int
         Also train the run again from its log, here, and compare the weights (`tinkermq replay`).
     """
     url = find_url(common.nats_url)
-    record, found = with_pool(url, partial(_verified, name=run))
-    if replay:
-        code = _replay_here(url, record)
-        if code not in (IDENTICAL, DIFFERENT):
-            return code
-        check = found.checks["replay"] = Check("replay", seen=f"{found.num_steps} steps")
-        if code == DIFFERENT:
-            check.wrong("the weights differ from those of the newest checkpoint")
+    record, verification = with_pool(url, lambda pool: _verified(pool, run, url if replay else ""))
     is_over = record.state in FINAL_STATES
     if common.json:
-        checks = [check.fields() for check in found.checks.values()]
+        checks = [check.fields() for check in verification.checks.values()]
         print_json({"run": record.name, "so_far": not is_over, "checks": checks})
-        return 0 if found.passed else FAILED
-    rows = [(name, check.result, check.seen) for name, check in found.checks.items()]
+    else:
+        _print_checks(verification)
+        so_far = "" if is_over else " so far: the run goes on"
+        print_plain(f"{record.name} {'is verified' if verification.passed else 'fails'}{so_far}")
+    return 0 if verification.passed else FAILED
+
+
+async def _verified(pool: Pool, name: str, replay_at: str) -> tuple[JobRecord, Verification]:
+    """Verify a run; also replay it if the URL of its broker is given."""
+    record = await pool.find(name)
+    if record.archived is not None:
+        await pool.archive_run(record.job, undo=True)
+        try:
+            return await _verified(pool, record.job, replay_at)
+        finally:
+            await pool.archive_run(record.job)
+    verification = await verify_run(pool.broker, record)
+    if replay_at:
+        check = verification.checks["replay"] = Check("replay", seen="weights compared")
+        code = await asyncio.to_thread(_replay_here, replay_at, record)
+        if code == DIFFERENT:
+            check.wrong("the weights differ from those of the newest checkpoint")
+        elif code != IDENTICAL:
+            check.wrong(f"the replay ended with exit code {code}; its error is printed above")
+    return record, verification
+
+
+def _print_checks(verification: Verification) -> None:
+    checks = verification.checks
+    rows = [(name, check.result, check.seen) for name, check in checks.items()]
     print_table(("check", "result", "seen"), rows)
-    for name, check in found.checks.items():
+    for name, check in checks.items():
         for problem in check.problems:
             print_plain(f"{name}: {problem}")
         if check.num_problems > len(check.problems):
             print_plain(f"{name}: {check.num_problems - len(check.problems)} more")
-    so_far = "" if is_over else " so far: the run goes on"
-    print_plain(f"{record.name} {'is verified' if found.passed else 'fails'}{so_far}")
-    return 0 if found.passed else FAILED
-
-
-async def _verified(pool: Pool, name: str) -> tuple[JobRecord, Verification]:
-    record = await pool.find(name)
-    if record.archived is None:
-        return record, await verify_run(pool.broker, record)
-    restored = await pool.archive_run(record.job, undo=True)
-    try:
-        return restored, await verify_run(pool.broker, restored)
-    finally:
-        await pool.archive_run(record.job)
 
 
 # `tinkermq env eval`: evaluate a model on a game.

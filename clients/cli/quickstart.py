@@ -156,14 +156,17 @@ Points = list[tuple[float, float]]
 
 
 def print_outcome(
-    progress: RunProgress, found: Verification | None, config: Path, example: QuickstartExample
+    progress: RunProgress,
+    verification: Verification | None,
+    config: Path,
+    example: QuickstartExample,
 ) -> int:
     """Print reward before and after, the curve, the run folder, next commands, and what is proved.
 
-    `found` is the verification of a run that has completed.
+    `verification` is that of a run that has completed.
     """
     record = progress.record
-    if found is None:
+    if verification is None:
         print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
         print_plain(f"logs       {record.run_dir}/logs")
         return 1
@@ -185,8 +188,8 @@ def print_outcome(
     print_plain(f"run folder {_short(Path(record.run_dir))}")
     print_plain("\ntry next")
     _print_next(config)
-    print_plain(f"\ntinkermq verify: {found}")
-    return 0 if found.passed else 1
+    print_plain(f"\ntinkermq verify: {verification}")
+    return 0 if verification.passed else 1
 
 
 def _print_answers(record: JobRecord, count: int) -> None:
@@ -282,11 +285,11 @@ def quickstart(*overrides: str, real: bool = False, output_dir: Path = Path("out
             else:
                 make_model(output_dir, example.game)
             prepare_data(output_dir, example.game)
-            progress, found = _train_in_own_stack(output_dir, config, overrides)
+            progress, verification = _train_in_own_stack(output_dir, config, overrides)
     except KeyboardInterrupt:
         print_note("interrupted; everything was stopped")
         return INTERRUPTED
-    return print_outcome(progress, found, config, example)
+    return print_outcome(progress, verification, config, example)
 
 
 def _make_folder(folder: Path) -> None:

@@ -181,7 +181,7 @@ async def test_a_run_that_goes_on_is_verified_so_far(broker: Broker, scope: JobS
     found = await verify(broker, await new_run(broker, scope, state="RUNNING"))
     assert found.passed
     assert found.open == {5, 6, 7, 9}
-    assert found.checks["tasks"].seen == "10 tasks, 4 open, 1 reserved or not issued yet"
+    assert found.checks["tasks"].seen == "tasks: 10, 4 open, 1 reserved or not issued yet"
 
 
 async def test_what_the_log_no_longer_holds_is_not_checked(broker: Broker, scope: JobScope) -> None:
