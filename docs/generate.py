@@ -1,6 +1,6 @@
-"""Write docs/messages.md and docs/configuration.md from the schemas.
+"""Write docs/messages.md, docs/configuration.md and the files for programs from the schemas.
 
-`python -m docs.generate [FOLDER]` writes both pages; a test compares the committed ones
+`python -m docs.generate [FOLDER]` writes them; a test compares the committed ones
 with what this module makes. All text about a message or a key comes from the docstring below it.
 """
 
@@ -30,6 +30,15 @@ from tinkermq.schemas.wire.field_text import default_text, type_text
 from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message, Request
 from tinkermq.schemas.wire.subjects import PREFIX, acting
 
+from docs.machine_files import (
+    OUTSIDE,
+    ROOT,
+    SCHEMAS,
+    as_text,
+    asyncapi,
+    json_schemas,
+    llms_txt,
+)
 from docs.topics import STORES, TOPICS
 
 _WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this page. -->"
@@ -37,8 +46,6 @@ _COMMON = 3
 """Messages that must declare a key alike before it is explained once for all."""
 _EMPTY = {"`null`", "`false`", "`0`", "`0.0`", '`""`', "`b''`", "`[]`", "`{}`", ""}
 """Defaults of messages' keys that are not shown."""
-_OUTSIDE = re.compile("client|admin|user|invited|external agent|anyone")
-"""In a route: a sender or receiver that is not a process of the pool."""
 _NOTATION = """\
 `text[]` is a list of texts, `map[int]` a map from texts to integers; bounds of texts, lists and \
 maps are those of their length."""
@@ -46,7 +53,7 @@ maps are those of their length."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages into a folder (default: docs); return the exit code."""
+    """Write all of them into a folder (default: docs); return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     folder = Path(words[0] if words else "docs")
     for name, text in pages().items():
@@ -55,8 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every generated page, by file name."""
-    return {"messages.md": messages_page(), "configuration.md": configuration_page()}
+    """Return the text of every generated page and file, by file name."""
+    return {
+        "messages.md": messages_page(),
+        "configuration.md": configuration_page(),
+        SCHEMAS: as_text(json_schemas(public_messages())),
+        "asyncapi.json": as_text(asyncapi()),
+        "llms.txt": llms_txt(),
+    }
 
 
 # -- docs/messages.md ----------------------------------------------------------------------------
@@ -64,7 +77,9 @@ def pages() -> dict[str, str]:
 
 def messages_page() -> str:
     """Return the reference of subjects, stores, messages and errors."""
-    shown = public_messages()
+    public = public_messages()
+    linked = _linked()
+    shown = _with_parts([model for model in public if model.__name__.lower() in linked])
     modules = [
         (title, [model for model in models if model in shown])
         for title, models in message_modules()
@@ -73,9 +88,10 @@ def messages_page() -> str:
     parts = [
         "# Messages",
         _WRITTEN.format(source="`schemas/`"),
-        "For those who read or write the pool's messages with tools of their own. A message named "
-        "without a link goes only from one process of the pool to another; its class in "
-        "`schemas/` explains its keys.",
+        "For those who read or write the pool's messages with tools of their own. Subjects for "
+        f"programs outside the pool are also in [asyncapi.json](asyncapi.json), the keys of their "
+        f"messages in [{SCHEMAS}]({SCHEMAS}) (JSON Schema); here are those that other pages name. "
+        "A message between processes of the pool is explained by its class in `schemas/`.",
         _encoding(),
         "## Subjects",
         f"`<u>` is the user, `<j>` the job id, `<n>` a task number, `<e>` an episode id. A request "
@@ -87,10 +103,13 @@ def messages_page() -> str:
         "## Streams and buckets",
         "Each job has its own stores with `<u>` and `<j>` in the name. All jobs share the others.",
         _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows(shown)),
-        "## Common keys",
-        "These keys mean the same in every message that lists their names without a type.",
-        "\n".join(common.values()),
     ]
+    if common:
+        parts += [
+            "## Common keys",
+            "These keys mean the same in every message that lists their names without a type.",
+            "\n".join(common.values()),
+        ]
     for title, models in modules:
         if models:
             parts.append(f"## {title}")
@@ -106,6 +125,13 @@ def messages_page() -> str:
         )
         + "\n"
     )
+
+
+def _linked() -> set[str]:
+    """Return the anchors of this page that other pages link to."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "messages.md"]
+    texts = " ".join(page.read_text(encoding="utf-8") for page in pages)
+    return {*re.findall(r"messages\.md#([\w-]+)", texts), "errorreply"}
 
 
 def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
@@ -126,12 +152,14 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
 
 
 def public_messages() -> set[type[Message]]:
-    """Return the messages that others than the pool's processes see.
+    """Return the messages that others than the pool's processes see, with their parts."""
+    topics = [topic for topic in TOPICS if OUTSIDE.search(topic.route)]
+    return _with_parts([topic.message for topic in topics] + [topic.reply for topic in topics])
 
-    What these extend and hold is included.
-    """
-    topics = [topic for topic in TOPICS if _OUTSIDE.search(topic.route)]
-    waiting = [topic.message for topic in topics] + [topic.reply for topic in topics]
+
+def _with_parts(models: Sequence[type[Message] | None]) -> set[type[Message]]:
+    """Return messages with all that they extend and hold."""
+    waiting = list(models)
     found: set[type[Message]] = set()
     while waiting:
         model = waiting.pop()
