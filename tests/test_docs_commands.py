@@ -57,7 +57,7 @@ OTHERS = {
         "dstack",
         "uv",
     ),
-    *("emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
+    *("git", "pyright", "ruff", "emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
 }
 """Programs that are not ours: what they take, these tests cannot know."""
 

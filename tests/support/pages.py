@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / f"{name}.md" for name in ("README", "AGENTS", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SHELLS = {"sh", "bash", "console"}
