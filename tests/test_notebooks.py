@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from their first cell to their last, as a script, with a pool of their own."""
+"""The notebooks of examples/ run from their first cell to their last, with a pool of their own."""
 
 import json
 import re
@@ -14,7 +14,7 @@ SHELL = "import subprocess\nfrom pathlib import Path\n"
 
 
 def script(file: Path) -> str:
-    """Return a notebook's cells of code as one script; `!` and `%%writefile` as Jupyter reads them."""
+    """Return a notebook's code as one script; `!` and `%%writefile` do what they do in Jupyter."""
     parts = [SHELL]
     for cell in json.loads(file.read_text())["cells"]:
         assert not cell.get("outputs"), "a notebook is committed without outputs"
