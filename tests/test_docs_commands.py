@@ -46,7 +46,20 @@ MAKEFILES = (ROOT / "Makefile", ROOT / "clients" / "new_game" / "common" / "Make
 OURS = {"tinkermq", "make", "python", "python3", "pip", "pytest", "curl", "nats"}
 OTHERS = {
     *("export", "source", "cd", "for", "done", "printf", "cat", "head", "cut", "sed", "mkdir"),
-    *("grep", "cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
+    *(
+        "git",
+        "pyright",
+        "ruff",
+        "grep",
+        "cp",
+        "install",
+        "chown",
+        "chgrp",
+        "chmod",
+        "rsync",
+        "openssl",
+        "apt-get",
+    ),
     *(
         "systemctl",
         "systemd-sysusers",
@@ -57,7 +70,7 @@ OTHERS = {
         "dstack",
         "uv",
     ),
-    *("git", "pyright", "ruff", "emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
+    *("emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
 }
 """Programs that are not ours: what they take, these tests cannot know."""
 
