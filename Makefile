@@ -208,7 +208,7 @@ lint: $(VENV)/dev.stamp  ## Run ruff, pyright, import-linter and the list of old
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=typings $(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.support.old_words
 	$(BIN)/python -m tests.support.code_size
 

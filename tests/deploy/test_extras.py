@@ -117,10 +117,25 @@ def assert_gateway_answers(programs: Path, url: str) -> None:
         gateway.communicate(timeout=PATIENCE_S)
 
 
-def test_an_index_takes_the_metadata(wheel: Path) -> None:
+RENDER = """
+import email, sys
+from readme_renderer.markdown import render
+text = email.message_from_file(open(sys.argv[1])).get_payload()
+page = render(text)
+assert page and "<table>" in page and "<img" in page, page
+assert 'href="docs/' not in page and 'src="docs/' not in page
+"""
+
+
+def test_an_index_takes_the_metadata(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         (name,) = (name for name in files.namelist() if name.endswith("METADATA"))
         metadata = files.read(name).decode()
     needs = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert needs
     assert not [line for line in needs if " @ " in line]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    said(python, "-m", "pip", "-q", "install", "readme_renderer[md]")
+    (tmp_path / "METADATA").write_text(metadata)
+    said(python, "-c", RENDER, tmp_path / "METADATA")
