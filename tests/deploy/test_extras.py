@@ -12,20 +12,12 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.nats_server import NatsServer
 
+from tests.support import imports
 from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import build_wheel
 
 pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
 
-IMPORTS = """
-import importlib, pkgutil, sys
-left_out = set(sys.argv[2].split(","))
-for name in sys.argv[1].split(","):
-    package = importlib.import_module(f"tinkermq.{name}")
-    for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{package.__name__}."):
-        if found.name.removeprefix("tinkermq.") not in left_out:
-            importlib.import_module(found.name)
-"""
 PROMISES = {
     "": ("schemas.wire,schemas.config,schemas.plan,broker,clients,envs.games,envs.running", ""),
     "math": ("envs.math", "from tinkermq.envs.math import *; import math_verify"),
@@ -85,7 +77,7 @@ def test_an_extra_alone_brings_all_that_it_promises(
     programs = installed(wheel, tmp_path / "venv", extra)
     packages, line = PROMISES[extra]
     left_out = "" if extra == "agents" else LEFT_OUT
-    said(programs / "python", "-c", IMPORTS, packages, left_out)
+    said(programs / "python", imports.__file__, packages, left_out)
     said(programs / "python", "-c", line or "pass")
     assert "Usage: tinkermq" in said(programs / "tinkermq", "--help")
     if extra == "gateway":
