@@ -141,16 +141,18 @@ class Stack:
         """SIGTERM the scheduler or a node."""
         self._processes[role].terminate()
 
-    async def restart(self, role: str, variables: Mapping[str, str] | None = None) -> None:
-        """Stop the scheduler, the node or nats-server as systemd does, and start it again."""
+    async def restart(
+        self, role: str, name: str = "", variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Stop the scheduler, a node or nats-server as systemd does, and start it again."""
         if role == "nats-server":
             await asyncio.to_thread(self.server.stop)
             self.server.start()
             return
-        process = self._processes[role]
+        process = self._processes[name or role]
         process.terminate()
         await asyncio.to_thread(process.wait, PATIENCE_S)
-        self.start(role, variables=variables)
+        self.start(role, name, variables)
 
     def _popen(
         self, command: list[str], name: str, variables: Mapping[str, str] | None = None
