@@ -183,3 +183,13 @@ def _bars(values: Sequence[float]) -> str:
     """Return values from 0 to 1 as bars."""
     top = len(_BARS) - 1
     return "".join(_BARS[round(min(max(value, 0.0), 1.0) * top)] for value in values)
+
+
+def lost_prompts() -> Iterator[str]:
+    """Prompts lost per kill, ours and TRL's."""
+    yield "| killed | side | kills | prompts | never trained | trained twice | steps lost | date |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for line in (RESULTS / "lost_prompts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        names = ("role", "side", "kills", "prompts", "never", "twice", "steps_lost", "date")
+        yield f"| {' | '.join(str(row[name]) for name in names)} |"

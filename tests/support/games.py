@@ -310,3 +310,17 @@ class ScoredBandit(BanditGame):
         result = super().step(action)
         told = {"paid": result.reward, "short": -len(action)}
         return StepResult("", result.reward, done=True, info=told)
+
+
+class ClosedRoom(SlowBandit):
+    """A slow bandit with ten rooms, of which the first raises until the file `open` is there."""
+
+    def __init__(self, open: str) -> None:
+        super().__init__(delay_s=0.1)
+        self._num_rooms, self._open = 10, Path(open)
+
+    def reset(self, *, room: int = 0, **_: Any) -> str:
+        """Enter a room."""
+        if room == 0 and not self._open.exists():
+            raise ValueError("the room is closed")
+        return super().reset(room=room)

@@ -10,15 +10,20 @@ from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.actors.weights.store import WeightStore
-from tinkermq.broker.feed import best_of, read_scores
+from tinkermq.broker.calls import decide_failed
+from tinkermq.broker.feed import best_of, read_failed, read_scores
 from tinkermq.broker.kept_rollouts import RunRollouts
 from tinkermq.schemas.job import JobReply, ResumeRequest
-from tinkermq.schemas.rollout import Trajectory
+from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job
-from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.proofs import (
+    assert_every_task_once,
+    assert_no_task_twice,
+    assert_replay_is_identical,
+)
 from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
@@ -171,3 +176,36 @@ async def test_the_rollouts_of_a_seed_repeat(stack: Stack, model: Path) -> None:
     validated = {"num_val": 4}  # by the same engine, between the tasks of training
     config = small_job(model, env=validated, training=training, learner={"lr": 1e-2})
     await assert_repeats(stack, config)
+
+
+async def test_tasks_that_failed_for_good_are_repeated_once_though_the_learner_is_killed(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    door = tmp_path / "open"
+    env = {"game": "tests.support.games:ClosedRoom", "kwargs": {"open": str(door)}, "num_val": 0}
+    job = await stack.submit(small_job(model, env=env, training={"num_steps": 10_000}))
+    await job.until_streams()
+
+    async def failed() -> list[int]:
+        return [letter.task.task for letter in await read_failed(stack.broker, job.scope)]
+
+    first, *_ = await job.eventually(failed, "a task to fail for good")
+    door.touch()
+    record = await job.until("RUNNING")
+    assert await decide_failed(stack.broker, record, [first], "repeat") == [first]
+    await job.kill("learner")
+    assert first not in await failed()
+
+    async def repeated() -> list[Group]:
+        groups = [entry.group for entry in await job.entries() if entry.group is not None]
+        own = [group for group in groups if group.task.reissue_of == first]
+        trained = {number for batch in await job.batches() for number in batch.tasks}
+        return own if {group.task.task for group in own} & trained else []
+
+    (group,) = await job.eventually(repeated, "the repeated task to be trained")
+    assert (group.error, group.task.index) == (None, None)
+    await job.stop(complete=True)
+    await job.until("COMPLETED")
+    await assert_no_task_twice(job)
+    await assert_replay_is_identical(job)
+    assert len(await repeated()) == 1
