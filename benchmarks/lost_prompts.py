@@ -39,7 +39,8 @@ from benchmarks.tasks import addition_job, questions, random_model
 
 BATCH, GROUP, SAVE_EVERY = 4, 4, 5
 MAX_STALENESS = 8
-"""So large that nothing is dropped for its age if nothing is killed."""
+THEIR_STALENESS, THEIR_REQUESTS = 64, 32
+"""So large that nothing is dropped for its age: TRL does not issue such prompts again."""
 STEPS_PER_KILL, LEAST_STEPS = 6, 18
 ROLES = ("none", "generator", "environment", "learner", "broker")
 _POLL_S = 0.05
@@ -146,7 +147,8 @@ class _Peer:
             "batch": BATCH,
             "group": GROUP,
             "save_every": SAVE_EVERY,
-            "max_staleness": MAX_STALENESS,
+            "max_staleness": THEIR_STALENESS,
+            "max_requests": THEIR_REQUESTS,
         }
         (folder / "settings.json").write_text(json.dumps(settings))
         self.server = self.start("serve")

@@ -174,6 +174,7 @@ def train(settings: dict[str, Any]) -> None:
         max_completion_length=_TOKENS,
         learning_rate=1e-5,
         max_staleness=settings["max_staleness"],
+        max_inflight_tasks=settings["max_requests"],
         save_strategy="steps",
         save_steps=settings["save_every"],
         vllm_server_base_url=f"http://127.0.0.1:{(folder / 'port').read_text()}",

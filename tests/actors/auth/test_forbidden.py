@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tinkermq.actors.auth.callout import PROGRAM_CONNECTIONS
 from tinkermq.actors.weights.store import WeightStore
-from tinkermq.broker.calls import ask_users
+from tinkermq.broker.calls import ask_users, decide_failed
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.keys import EpisodeIdentity, episode_key, episode_secret
 from tinkermq.broker.client.login import AS_VARIABLE
-from tinkermq.broker.feed import publish_event, read_events
+from tinkermq.broker.feed import publish_dead, publish_event, read_events, read_failed
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.objects import ObjectStore
@@ -27,9 +27,11 @@ from tinkermq.broker.jetstream.streams import (
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
+from tinkermq.clients.verify import verify
 from tinkermq.envs.agents.proxy.proxy import EpisodeSigner
 from tinkermq.schemas.job import OpenRequest
 from tinkermq.schemas.metric import EvalRecord, Event
+from tinkermq.schemas.task import Blame, DeadLetter, Task
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -64,6 +66,13 @@ from tests.support.secured import (
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually, until
 
+FAILED = DeadLetter(
+    task=Task(task=5, seed=0, group_size=1, tries=2),
+    blame=Blame(boundary="environment", code="game", message="raises"),
+    num_attempts=3,
+    source="generator-0",
+    time=1.0,
+)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -84,6 +93,12 @@ async def test_the_owner_reads_all_of_it(pool: SecuredPool, job: JobScope) -> No
     assert await RolloutLog(ada, job).append(make_group(77))
     assert not await RolloutLog(ada, job).append(make_group(77))
     assert await list_presences(ada, "pool") == []
+    record = await JobStore(ada).get("ada", job.job)
+    config = {"model": {"path": "m"}, "env": {"game": "bandit"}}
+    record = record.model_copy(update={"has_streams": True, "config": config})
+    await publish_dead(ada, job, FAILED)
+    assert await decide_failed(ada, record, [], "drop") == [FAILED.task.task]
+    assert (await verify(ada, record)).open == {0, 77}
 
 
 async def test_an_admin_may_look_at_it(pool: SecuredPool, job: JobScope) -> None:
@@ -123,6 +138,10 @@ async def test_a_job_its_log_rollouts_weights_and_metrics_cannot_be_read(
         await get_all(mallory, f"OBJ_{job.object_weights}", ">")
     with pytest.raises(BrokerError, match=REFUSED):
         await list_presences(mallory, job.key)
+    with pytest.raises(BrokerError, match=REFUSED):
+        await read_failed(mallory, job)
+    with pytest.raises(BrokerError, match="may not"):
+        await publish_dead(mallory, job, FAILED)
 
 
 async def test_ids_that_are_guessed_lead_nowhere(job: JobScope, mallory: Broker) -> None:

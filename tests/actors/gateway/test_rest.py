@@ -11,7 +11,13 @@ from urllib.parse import urlencode
 import pytest
 from tinkermq.actors.gateway.rest import OPERATIONS, Operation
 from tinkermq.actors.gateway.server import Options, run
-from tinkermq.broker.feed import publish_event, publish_log, publish_metric
+from tinkermq.broker.feed import (
+    publish_dead,
+    publish_event,
+    publish_log,
+    publish_metric,
+    read_dead,
+)
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
@@ -19,6 +25,7 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, LogLines, Metric
+from tinkermq.schemas.task import Blame, DeadLetter, Task
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -234,6 +241,7 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
     assert episode["messages"][0]["parts"][0]["text"] == HOSTILE
     assert (await gateway.get(f"{base}/checkpoints")).json == {"checkpoints": []}
     assert (await gateway.get(f"{base}/actors")).json == {"actors": []}
+    await assert_failed_tasks_are_decided(stack, gateway, record)
     nodes = (await gateway.get("/api/v1/nodes")).json["nodes"]
     assert [node["node"] for node in nodes] == ["node"]
 
@@ -244,6 +252,29 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
         return (await gateway.get(base)).status == 404
 
     await eventually(gone, "the job to be deleted")
+
+
+async def assert_failed_tasks_are_decided(
+    stack: Stack, gateway: Gateway, record: JobRecord
+) -> None:
+    path = f"/api/v1/jobs/{record.job}/failed"
+    assert (await gateway.get(path)).json == {"failed": []}
+    blame = Blame(boundary="environment", code="game", message=HOSTILE)
+    for number, tries in ((3, 2), (7, 0), (9, 2)):  # the second is issued again by itself
+        task = Task(task=number, seed=0, group_size=1, tries=tries)
+        letter = DeadLetter(task=task, blame=blame, num_attempts=3, source="g", time=1.0)
+        await publish_dead(stack.broker, record.scope, letter)
+    failed = (await gateway.get(path)).json["failed"]
+    assert [letter["task"]["task"] for letter in failed] == [3, 9]
+    assert failed[0]["blame"]["message"] == HOSTILE
+    refused = await gateway.post(path, {"decision": "drop", "tasks": [7]})
+    assert (refused.status, "task 7 of" in refused.text) == (404, True)
+    assert (await gateway.post(path, {"decision": "forget"})).status == 400
+    assert (await gateway.post(path, {"decision": "drop", "tasks": [9]})).status == 200
+    assert (await gateway.post(path, {"decision": "repeat"})).status == 200
+    assert (await gateway.get(path)).json == {"failed": []}
+    decided = [item.decision for item in await read_dead(stack.broker, record.scope)]
+    assert decided == [None, None, None, "drop", "repeat"]
 
 
 @pytest.mark.parametrize(
