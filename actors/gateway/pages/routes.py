@@ -24,6 +24,7 @@ from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, T
 from .. import operations
 from ..data import jobs as logs
 from ..data import rollouts
+from ..data.episodes import MAX_CHARS
 from ..data.jobs import (
     ARCHIVED,
     GROUPS,
@@ -167,12 +168,15 @@ async def job_rollouts(request: Request) -> Response:
 
 
 async def job_episode(request: Request) -> Response:
-    """Show one episode."""
+    """Show one episode, step by step; `?at=` names a step."""
     visitor, record = await rollouts.job_of(request)
-    episode = await rollouts.read_episode(visitor, record, *rollouts.episode_in(request))
+    at = number_in(request, "at", 1, least=1) or 1
+    episode = await rollouts.read_steps(visitor, record, *rollouts.episode_in(request), at)
     named = rollouts.beside_in(request)
-    beside = None if named is None else await rollouts.read_episode(visitor, record, *named)
-    shown = {"episode": episode, "beside": beside}
+    beside = None if named is None else await rollouts.read_steps(visitor, record, *named, at)
+    query = {"beside": f"{named[0]}/{named[1]}"} if named else {}
+    shown = {"episode": episode, "beside": beside, "at": request.query_params.get("at", "")}
+    shown |= {"query": urlencode(query), "max_chars": MAX_CHARS}
     return await job_page(request, visitor, record, "episode", shown)
 
 

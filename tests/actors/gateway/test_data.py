@@ -15,6 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.curves import MAX_NAMES, MAX_POINTS, Curves
+from tinkermq.actors.gateway.data.episodes import (
+    EXACT,
+    group_advantages,
+    image_url,
+    show_episode,
+    show_message,
+    show_part,
+    show_tokens,
+)
 from tinkermq.actors.gateway.data.jobs import (
     Query,
     check_here,
@@ -32,15 +41,6 @@ from tinkermq.actors.gateway.data.metrics import (
     job_curves,
 )
 from tinkermq.actors.gateway.data.overview import allowed_actions
-from tinkermq.actors.gateway.data.rollouts import (
-    EXACT,
-    group_advantages,
-    image_url,
-    show_episode,
-    show_message,
-    show_part,
-    show_tokens,
-)
 from tinkermq.actors.gateway.data.token_text import TokenTexts, token_texts
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
