@@ -343,16 +343,6 @@ async def tail_of_events(
     return shown[-limit:][::-1]
 
 
-async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
-    """Return the newest line on a run's bottleneck; empty without one, or if it does not run."""
-    if record.state != "RUNNING":
-        return ""
-    for event in await tail_of_events(broker, record, quiet=False):
-        if event.kind == "bottleneck":
-            return event.message
-    return ""
-
-
 def shown_lines(batch: LogLines) -> list[dict[str, Any]]:
     """Return the lines of a message as the page shows them."""
     return [

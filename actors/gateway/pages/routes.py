@@ -38,6 +38,7 @@ from ..data.jobs import (
 )
 from ..data.metrics import CHARTS
 from ..data.overview import summarize_run
+from ..data.timeline import LANE, WIDTH, show_timeline, traces_of
 from ..rest import description
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
 from ..tinker.rest import curves_of, services_of
@@ -178,6 +179,19 @@ async def job_episode(request: Request) -> Response:
     shown = {"episode": episode, "beside": beside, "at": request.query_params.get("at", "")}
     shown |= {"query": urlencode(query), "max_chars": MAX_CHARS}
     return await job_page(request, visitor, record, "episode", shown)
+
+
+async def job_timeline(request: Request) -> Response:
+    """Show who computed and who waited for whom in a step; by default the newest."""
+    visitor, record = await rollouts.job_of(request)
+    step, shown, problem = number_in(request, "step", least=1), None, ""
+    try:
+        traces = await traces_of(visitor.broker, record.scope, step or 1, step or 0)
+        shown = show_timeline(traces[-1])
+    except NotFoundError as error:
+        problem = f"{error.message}: {error.hint}"
+    more = {"timeline": shown, "problem": problem, "lane": LANE, "width": WIDTH}
+    return await job_page(request, visitor, record, "timeline", more)
 
 
 async def job_config(request: Request) -> Response:
@@ -564,6 +578,7 @@ def routes() -> list[Route]:
         ("/jobs/{job}", job),
         ("/jobs/{job}/rollouts", job_rollouts),
         ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_episode),
+        ("/jobs/{job}/timeline", job_timeline),
         ("/jobs/{job}/logs", job_logs),
         ("/jobs/{job}/events", job_events),
         ("/jobs/{job}/config", job_config),
