@@ -21,8 +21,8 @@ MAX_STEPS = 100
 """Steps of one trace file."""
 _REPEATED = 64
 """Traces before the expected one that are read, too: a resumed run has repeated steps."""
-_OUTER = frozenset({"step", "task", "rollout"})
-"""Spans that only hold others."""
+_OUTER = frozenset({"step", "task", "queue", "rollout"})
+"""Spans that only hold others, and tasks before they are begun."""
 WIDTH, LABEL, LANE = 1200, 150, 18
 """Units of the drawing."""
 
@@ -65,11 +65,14 @@ def show_timeline(trace: StepTrace) -> dict[str, Any]:
     spans = [span for span in spans_of(trace) if span.end > span.start]
     own = next(span for span in spans if span.name == "step")
     length = max(own.end - own.start, 1e-3)
-    start = max(min(span.start for span in spans), own.start - 2 * length)
+    begins = [span.start for span in spans if _is_drawn(span)]
+    start = max(min([own.start, *begins]), own.start - 2 * length)
     end = max(own.end, *(span.end for span in spans if span.name == "send"), own.start + length)
     scale = (WIDTH - LABEL) / (end - start)
     lanes: list[tuple[str, list[dict[str, Any]]]] = []
-    for actor, some in sorted(lanes_of(spans).items(), key=lambda item: item[0] != "learner"):
+    for actor, some in sorted(
+        lanes_of(spans).items(), key=lambda item: (item[0] != "learner", item[0])
+    ):
         drawn = ([_bar(span, start, end, scale) for span in lane] for lane in some)
         bars = ([bar for bar in lane if bar is not None] for lane in drawn)
         lanes += [(actor, lane) for lane in bars if lane]
@@ -95,16 +98,19 @@ def show_timeline(trace: StepTrace) -> dict[str, Any]:
 def _bar(span: Span, start: float, end: float, scale: float) -> dict[str, Any] | None:
     """Return the bar of a span within the drawing; None for one that is not drawn."""
     begins, ends = max(span.start, start), min(span.end, end)
-    if span.name in _OUTER or (span.actor == "learner" and span.name == "queue") or ends <= begins:
+    if not _is_drawn(span) or ends <= begins:
         return None
-    task = span.attributes.get("tinkermq.task")
     return {
         "kind": span.name,
         "x": LABEL + (begins - start) * scale,
         "width": max((ends - begins) * scale, 1.0),
         "seconds": span.end - span.start,
-        "task": task,
+        "task": span.attributes.get("tinkermq.task"),
     }
+
+
+def _is_drawn(span: Span) -> bool:
+    return span.name not in _OUTER
 
 
 def _ticks(first: float, last: float) -> list[float]:

@@ -33,6 +33,7 @@ from ..data.jobs import (
     differences,
     row,
     scored_checkpoints,
+    seed_groups,
     select,
     select_rows,
 )
@@ -96,7 +97,10 @@ async def compare(request: Request) -> Response:
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
-        "runs": [_curves_of(record) for record in records],
+        "runs": [
+            {**_curves_of(record), "seeds": seeds}
+            for record, seeds in zip(records, seed_groups(configs), strict=True)
+        ],
         "charts": _CHARTS,
         "search": search,
         "num_found": num_found,
