@@ -304,14 +304,14 @@ def show_steps(
         row.begin_behind(list(rows.values())[:index])
     last = min(first + STEPS_PER_PAGE, len(steps))
     most = max(MAX_TOKENS // max(1, last - first), MIN_STEP_TOKENS)
-    taken = [rows[step.row].take(step, group.started, most) for step in steps[:last]]
-    shown = [{"number": number, **item} for number, item in enumerate(taken, 1)][first:]
-    columns = [rows[item["row"]].of.token_ids[item["part"]] for item in shown]
-    words = iter(texts.of(np.concatenate(columns).tolist() if columns else []))
-    for item in shown:
-        part = item.pop("part")
-        text = [next(words) for _ in range(part.start, part.stop)]
-        item["tokens"] = _tokens(rows[item["row"]].of, part, text)
+    taken = [rows[step.row].take(step, group.started, most) for step in steps[:last]][first:]
+    owners = [group.trajectories[step.row] for step in steps[first:last]]
+    ids = [owner.token_ids[part].tolist() for owner, (_, part) in zip(owners, taken, strict=True)]
+    words = iter(texts.of([token for some in ids for token in some]))
+    shown: list[dict[str, Any]] = []
+    for owner, some, (item, part) in zip(owners, ids, taken, strict=True):
+        tokens = _tokens(owner, part, [next(words) for _ in some])
+        shown.append({"number": first + len(shown) + 1, **item, "tokens": tokens})
     return shown
 
 
@@ -336,10 +336,12 @@ class _Row:
             unequal = np.flatnonzero(ids[:num] != others[:num])
             token = int(unequal[0]) if len(unequal) else num
             if (message, token) > (self._message, self._token):
-                self._message, self._token, self._behind = message, token, other.number
+                self._message, self._token = message, token
+                goes_on = message > max(0, other._answers[0])
+                self._behind = other.number if goes_on else None
 
-    def take(self, step: Step, started: float, most: int) -> dict[str, Any]:
-        """Return a step, which follows those taken before."""
+    def take(self, step: Step, started: float, most: int) -> tuple[dict[str, Any], slice]:
+        """Return a step, which follows those taken before, and the places of its tokens."""
         turn, answer = self._turns[step.turn], self._answers[step.turn]
         is_last = step.turn == len(self._turns) - 1
         end = len(self._messages) if is_last else answer + 1
@@ -350,12 +352,13 @@ class _Row:
         part = slice(max(self._token, token - most), token)
         behind, left_out = self._behind, part.start - self._token
         self._message, self._token, self._behind = max(end, self._message), token, None
-        return {
+        shown = {
             **{"row": step.row, "turn": turn, "call": step.call, "behind": behind},
             "who": self.of.role or self.of.kind,
             "after_s": max(0.0, step.time - started) if step.time and started else None,
-            **{"messages": messages, "part": part, "left_out": left_out},
+            **{"messages": messages, "left_out": left_out},
         }
+        return shown, part
 
 
 def _num_equal(messages: Sequence[Any], others: Sequence[Any]) -> int:

@@ -4,6 +4,7 @@ It is drawn from the step's trace, as are `tinkermq profile` and its spans for O
 """
 
 import math
+import time
 from typing import Any
 
 from cachetools import TTLCache
@@ -126,7 +127,7 @@ def _ticks(first: float, last: float) -> list[float]:
 
 _WINDOW = 20
 """Newest steps that the advice is from, as in the learner's own."""
-_limits: TTLCache[tuple[str, bool], Advice | None] = TTLCache(maxsize=1024, ttl=5.0)
+_limits: TTLCache[tuple[str, bool], Advice | None, float] = TTLCache(1024, 5.0, time.monotonic)
 
 
 async def limit_of(broker: Broker, record: JobRecord) -> Advice | None:

@@ -21,6 +21,7 @@ from ....schemas.config.load_config import write_yaml
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
+from ...storage.run_folders import checkpoint_folders
 from .. import operations
 from ..data import jobs as logs
 from ..data import rollouts
@@ -266,10 +267,22 @@ async def evaluate(request: Request) -> Response:
 
 
 async def playground(request: Request) -> Response:
-    """Show the playground for a served model, which works by a script."""
+    """Show the playground for a served model, which works by a script; offer checkpoints."""
     visitor = await visitor_of(request)
     parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
-    return render(request, "playground.html", {"user": visitor.user, **parameters})
+    jobs = await operations.Scheduler(visitor).list_jobs()
+    runs = [one for one in jobs if one.trains and one.run_dir][:_OFFERED_RUNS]
+    offers = await asyncio.to_thread(lambda: [(run, _newest(run)) for run in runs])
+    shown = {"user": visitor.user, **parameters, "offers": [one for one in offers if one[1]]}
+    return render(request, "playground.html", shown)
+
+
+_OFFERED_RUNS, _OFFERED_STEPS = 10, 3
+
+
+def _newest(record: JobRecord) -> list[int]:
+    """Return the newest checkpoints in a run's folder."""
+    return sorted(checkpoint_folders(record.run_dir), reverse=True)[:_OFFERED_STEPS]
 
 
 # -- archiving and deleting ------------------------------------------------------------------------

@@ -283,7 +283,16 @@
     if (view.log) said.push("Values that are not above 0 have no place on a logarithmic axis.");
     note.textContent = said.join(" ");
   };
+  // The marks of runs elsewhere on the page have the colours of their lines.
+  const mark = () => {
+    const groups = [...new Set(runs.map((run) => run.seeds).filter(Boolean))], alone = runs.filter((run) => !run.seeds);
+    runs.forEach((run, number) => {
+      const colour = !view.seeds ? number : run.seeds ? groups.indexOf(run.seeds) : groups.length + alone.indexOf(run);
+      for (const made of document.querySelectorAll(`[data-run="${CSS.escape(run.job)}"]`)) made.className = `line line-${colour % 10}`;
+    });
+  };
   const redraw = () => {
+    mark();
     for (const made of figures.values()) made.plot.remove();
     draw();
   };
@@ -386,6 +395,7 @@
 
   document.addEventListener("themechange", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  mark();
   let wide = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === wide) return;
