@@ -235,8 +235,6 @@ def _level(logprob: float) -> int:
 STEPS_PER_PAGE = 50
 MIN_STEP_TOKENS = 512
 """Tokens of a step that a page shows at least; a page shows about `MAX_TOKENS`."""
-MAX_CHARS = 20_000
-"""Characters of a text that a page shows; the JSON of the episode has all."""
 
 
 class Step(NamedTuple):

@@ -25,7 +25,6 @@ from ...storage.run_folders import checkpoint_folders
 from .. import operations
 from ..data import jobs as logs
 from ..data import rollouts
-from ..data.episodes import MAX_CHARS
 from ..data.jobs import (
     ARCHIVED,
     GROUPS,
@@ -182,7 +181,7 @@ async def job_episode(request: Request) -> Response:
     beside = None if named is None else await rollouts.read_steps(visitor, record, *named, at)
     query = {"beside": f"{named[0]}/{named[1]}"} if named else {}
     shown = {"episode": episode, "beside": beside, "at": request.query_params.get("at", "")}
-    shown |= {"query": urlencode(query), "max_chars": MAX_CHARS}
+    shown["query"] = urlencode(query)
     return await job_page(request, visitor, record, "episode", shown)
 
 
@@ -270,14 +269,17 @@ async def playground(request: Request) -> Response:
     """Show the playground for a served model, which works by a script; offer checkpoints."""
     visitor = await visitor_of(request)
     parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
-    jobs = await operations.Scheduler(visitor).list_jobs()
-    runs = [one for one in jobs if one.trains and one.run_dir][:_OFFERED_RUNS]
-    offers = await asyncio.to_thread(lambda: [(run, _newest(run)) for run in runs])
+    offers: list[tuple[JobRecord, list[int]]] = []
+    with contextlib.suppress(TinkermqError, TimeoutError):  # what is served answers all the same
+        async with asyncio.timeout(_OFFERS_S):
+            jobs = await operations.Scheduler(visitor).list_jobs()
+        runs = [one for one in jobs if one.trains and one.run_dir][:_OFFERED_RUNS]
+        offers = await asyncio.to_thread(lambda: [(run, _newest(run)) for run in runs])
     shown = {"user": visitor.user, **parameters, "offers": [one for one in offers if one[1]]}
     return render(request, "playground.html", shown)
 
 
-_OFFERED_RUNS, _OFFERED_STEPS = 10, 3
+_OFFERED_RUNS, _OFFERED_STEPS, _OFFERS_S = 10, 3, 2.0
 
 
 def _newest(record: JobRecord) -> list[int]:
