@@ -302,12 +302,12 @@ def show_steps(
         row.begin_behind(list(rows.values())[:index])
     last = min(first + STEPS_PER_PAGE, len(steps))
     most = max(MAX_TOKENS // max(1, last - first), MIN_STEP_TOKENS)
-    taken = [rows[step.row].take(step, group.started, most) for step in steps[:last]][first:]
+    drawn = [rows[step.row].take(step, group.started, most) for step in steps[:last]][first:]
     owners = [group.trajectories[step.row] for step in steps[first:last]]
-    ids = [owner.token_ids[part].tolist() for owner, (_, part) in zip(owners, taken, strict=True)]
+    ids = [owner.token_ids[part].tolist() for owner, (_, part) in zip(owners, drawn, strict=True)]
     words = iter(texts.of([token for some in ids for token in some]))
     shown: list[dict[str, Any]] = []
-    for owner, some, (item, part) in zip(owners, ids, taken, strict=True):
+    for owner, some, (item, part) in zip(owners, ids, drawn, strict=True):
         tokens = _tokens(owner, part, [next(words) for _ in some])
         shown.append({"number": first + len(shown) + 1, **item, "tokens": tokens})
     return shown
@@ -343,7 +343,7 @@ class _Row:
         turn, answer = self._turns[step.turn], self._answers[step.turn]
         is_last = step.turn == len(self._turns) - 1
         end = len(self._messages) if is_last else answer + 1
-        messages = [show_message(one) for one in self._messages[self._message : end]]
+        messages = [show_message(item) for item in self._messages[self._message : end]]
         if answer >= self._message:
             messages[answer - self._message]["turn"] = turn
         token = len(self.of.token_ids) if is_last else int(self.of.turn_ends[step.turn]) + 1

@@ -274,9 +274,9 @@ async def playground(request: Request) -> Response:
     with contextlib.suppress(TinkermqError, TimeoutError):  # what is served answers all the same
         async with asyncio.timeout(_OFFERS_S):
             jobs = await operations.Scheduler(visitor).list_jobs()
-        runs = [one for one in jobs if one.trains and one.run_dir][:_OFFERED_RUNS]
+        runs = [run for run in jobs if run.trains and run.run_dir][:_OFFERED_RUNS]
         offers = await asyncio.to_thread(lambda: [(run, _newest(run)) for run in runs])
-    shown = {"user": visitor.user, **parameters, "offers": [one for one in offers if one[1]]}
+    shown = {"user": visitor.user, **parameters, "offers": [offer for offer in offers if offer[1]]}
     return render(request, "playground.html", shown)
 
 
