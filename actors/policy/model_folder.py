@@ -310,6 +310,11 @@ def auto_class(config: "PreTrainedConfig") -> Any:
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
+def class_of(config: "PreTrainedConfig") -> Any:
+    """Return the class of transformers that generates text; None: it has none."""
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
 def load_causal_lm(
     path: str,
     *,

@@ -33,6 +33,8 @@ _SCALED_BY_FACTOR = ("yarn", "linear")
 """Kinds of scaled rotary positions that may exceed `max_position_embeddings`."""
 _MOVING = ("dynamic", "longrope", "su")
 """Kinds whose positions change beyond a length, and then for all sequences of a batch."""
+_FACTORS = ("factor", "mscale")
+"""What longrope has for short and for long sequences: `short_factor`, `long_factor`, …"""
 
 _NO_CACHE = CacheWidths()
 
@@ -386,8 +388,13 @@ def _type(kind: Mapping[str, Any]) -> Any:
 
 
 def _unmoved_positions(kind: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> int:
-    """Return the length of unchanged positions; dynamic ones change beyond the longest."""
-    if _type(kind) == "dynamic":
+    """Return the length of unchanged positions; dynamic ones change beyond the longest.
+
+    Those of longrope with equal factors for short and long sequences never do.
+    """
+    pairs = [[kind.get(f"{length}_{name}") for length in ("short", "long")] for name in _FACTORS]
+    is_fixed = pairs[0][0] is not None and all(short == long for short, long in pairs)
+    if is_fixed or _type(kind) == "dynamic":
         return longest
     original = kind.get(_ORIGINAL) or text.get(_ORIGINAL)
     return min(longest, original) if isinstance(original, int) else longest
@@ -412,7 +419,9 @@ def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> Non
             f"for {max_positions}",
             hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens (and "
             "generator.max_context where it is set), or take a model with more positions; those "
-            "that change beyond a length (rope_type dynamic, longrope) count up to there",
+            "that change beyond a length (rope_type dynamic, longrope) count up to there: copy "
+            "long_factor (and long_mscale) of longrope to short_factor (and short_mscale) in "
+            "config.json, and they no longer change",
         )
 
 
