@@ -92,8 +92,7 @@ def load_decoder(
     """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     if base is None:
-        with contextlib.suppress(CheckSkipped):
-            try_slots(path, config)
+        try_before_loading(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     refuse_long_sequences(path, max_tokens, count_positions(text_config.to_dict()))
     # Loaded with the reference attention, with which `_check` compares: it supports every variant.
@@ -413,6 +412,12 @@ _LAYERS = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 """What transformers keeps for the layers that the slot cache has, too."""
+
+
+def try_before_loading(path: str, config: Any) -> None:
+    """Raise ModelError for a model that the slot cache does not compute, as far as is known now."""
+    with contextlib.suppress(CheckSkipped):
+        try_slots(path, config)
 
 
 def try_slots(path: str, config: Any) -> SlotDecoder:
