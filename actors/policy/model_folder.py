@@ -14,7 +14,8 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig, model_paths
 from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
-from ...schemas.plan.model_refusals import refuse_without_decoder, text_config
+from ...schemas.plan.cache_shape import text_config
+from ...schemas.plan.model_refusals import refuse_without_decoder
 from ...schemas.plan.model_shape import stored_shapes
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter

@@ -5,16 +5,11 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ..wire.errors import ModelError
+from .cache_shape import text_config
 from .model_shape import count_positions
 
 _NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+\Z")
 """Ends of classes of transformers that generate no text, such as BertForMaskedLM."""
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that describes the text decoder."""
-    inner = config.get("text_config")
-    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
 
 
 def refuse_without_decoder(path: str, config: Mapping[str, Any]) -> None:

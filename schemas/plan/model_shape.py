@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..model_catalogue import CATALOGUE, catalogue_folder
 from ..wire.errors import ModelError
-from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds
+from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds, text_config
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -176,8 +176,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
     Raises ModelError if it lacks the dimensions of a decoder.
     """
-    inner = config.get("text_config")
-    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    text = text_config(config)
     try:
         shape = _decoder(text, str(config.get("model_type", "?")))
     except (KeyError, TypeError, ValueError) as error:
@@ -363,8 +362,7 @@ def count_positions(config: Mapping[str, Any]) -> int:
     end there: a longer sequence would change other sequences of the batch, and its own earlier
     tokens.
     """
-    inner = config.get("text_config")
-    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    text = text_config(config)
     longest = text.get("max_position_embeddings")
     if not isinstance(longest, int) or isinstance(longest, bool):
         return 0
