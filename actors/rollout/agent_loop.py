@@ -329,16 +329,10 @@ class AgentLoop:
         messages, last_turn = reply.messages(), transcript.token_ids[-1:]
         text = transcript.last_text
         ids = next_turn(self._chat_of(plan), text, last_turn, messages, tools).tolist()
-        return None if self._observe(transcript, ids, messages) else "length"
-
-    def _observe(
-        self, transcript: Transcript, ids: list[int], messages: list[dict[str, Any]]
-    ) -> bool:
-        """Append the observation; return False if it leaves no room for another turn."""
         if transcript.num_response + len(ids) >= self._config.max_response_tokens:
-            return False
+            return "length"  # it leaves no room for another turn
         transcript.add_observation(ids, messages)
-        return True
+        return None
 
     def _trajectory(
         self,

@@ -287,7 +287,8 @@ def next_turn(
         cut = HistoryRenderer(chat).cut((_STAND_IN_USER,), reply, new, tools, prompt=is_last)
         if cut is None:
             raise ModelError(
-                f"the model's chat template does not show results of {', '.join(names)}",
+                "the model's chat template does not show results of "
+                f"{', '.join(call.name for call in calls)}",
                 hint="use a template that shows tool messages, or a game without tools",
             )
         ids += cut.after[1 if ids else 0 :]
@@ -301,18 +302,17 @@ def _results_need_calls(chat: ChatTokenizer) -> bool:
     """
     if "results" not in chat.findings:
         called, results = _CALLED.replaced(calls=_CALLS[:1]), _RESULTS[:1]
-        behind = HistoryRenderer(chat).following(called, (), results, _TOOLS)
-        earlier = (_USER, called, *results)
-        is_proven = (
-            behind is not None
-            and facts_of(chat).continues_tools
-            and HistoryRenderer(chat).continues(earlier, called, results, _TOOLS)
+        renderer, earlier = HistoryRenderer(chat), (_USER, called, *results)
+        behind = renderer.following(called, (), results, _TOOLS)
+        is_proven = facts_of(chat).continues_tools and renderer.continues(
+            earlier, called, results, _TOOLS
         )
         try:
-            plain = chat.next_turn((), [{"role": "tool", "content": results[0].text}]).tolist()
+            plain = chat.next_turn((), [{"role": "tool", "content": results[0].text}])
         except ModelError:
             plain = None
-        chat.findings["results"] = is_proven and plain != behind.tolist()
+        is_same = plain is not None and behind is not None and np.array_equal(plain, behind)
+        chat.findings["results"] = is_proven and not is_same
     return chat.findings["results"]
 
 

@@ -518,7 +518,7 @@ def try_model(job: JobConfig) -> None:
     config = load_model_config(root_of(model.path), trust_remote_code=model.trust_remote_code)
     if job.generator.count and job.generator.engine == "vllm":
         refuse_in_vllm(model.path, config.to_dict(), adapts=job.lora.rank > 0)
-    with contextlib.suppress(CheckSkipped):
+    with contextlib.suppress(CheckSkipped), torch.random.fork_rng(devices=[]):
         try_rows(config)
         try_layers(job)
 

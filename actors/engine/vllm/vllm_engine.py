@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -455,7 +455,7 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
             hint="merge it first (`merge_and_unload`), or set generator.engine=transformers",
         )
     model_config = load_model_config(path, trust_remote_code=trusted)
-    values = cast("dict[str, Any]", model_config.to_dict())
+    values = model_config.to_dict()
     refuse_in_vllm(path, values, adapts=True)
     refuse_long_sequences(path, max_context_of(config), count_positions(values))
     return await VllmModel.start(
