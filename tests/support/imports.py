@@ -1,6 +1,6 @@
 """Import every module of some packages of ours, in an environment that may lack others' packages.
 
-`python imports.py [schemas,actors.gateway clients.cli.agents]`: the packages and the modules to leave
+`python imports.py [schemas,actors.gateway clients.cli.agents]`: packages, and modules to leave
 out; all without any. A module that imports what only `tinkermq[worker]` brings is left out
 where torch is not installed.
 """
