@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ...broker.calls import all_users, ask_users
+from ...broker.feed import read_failed
 from ...schemas.job import JobRecord
 from ...schemas.profile import spans_of, trace_file
 from ...schemas.user import (
@@ -256,6 +257,12 @@ async def get_timeline(request: Request) -> Response:
     return Json(trace_file(span for trace in traces for span in spans_of(trace)))
 
 
+async def get_failed(request: Request) -> Response:
+    """Answer with the tasks that failed for good and about which nothing was decided."""
+    visitor, record = await rollouts.job_of(request)
+    return Json({"failed": await read_failed(visitor.broker, record.scope)})
+
+
 async def get_checkpoints(request: Request) -> Response:
     """Answer with a job's checkpoints."""
     visitor, record = await rollouts.job_of(request)
@@ -362,6 +369,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
             ("label", "Change a job's tags, group and notes"),
+            ("failed", "Repeat failed tasks, or drop them from the list"),
             ("archive", "Move an ended job's stored data into its run folder"),
             ("unarchive", "Restore an archived job's stored data"),
             ("delete", "Remove an ended job with all its stored data"),
@@ -428,6 +436,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("to", "integer", "last step"),
         ),
     ),
+    Operation("GET", f"{_JOB}/failed", get_failed, "Tasks that failed for good, with reasons"),
     Operation("GET", f"{_JOB}/checkpoints", get_checkpoints, "Checkpoints, newest first"),
     Operation(
         "GET",
