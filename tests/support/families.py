@@ -32,6 +32,12 @@ from tinkermq.schemas.wire.errors import TinkermqError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 PAGE = Path("docs/models.md")
+SHORT = {
+    "down, gate, k, o, q, up, v": "*all*",
+    "k, o, q, v": "*attention*",
+    "kv_a_proj_with_mqa, kv_b, o, q_a, q_b": "*latent*",
+}
+"""How the page calls the layers that many families adapt."""
 WINDOW, PROMPT = 8, 12
 VOCAB = VOCABULARY
 _SIZES: dict[str, Any] = {
@@ -319,7 +325,8 @@ def adapt(folder: Path, decoder: SlotDecoder | None) -> str:
                 with torch.no_grad():
                     expected = plain(input_ids=ids, use_cache=False).logits[0, -1]
                 torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
-    return ", ".join(name.removesuffix("_proj") for name in layer_names(model))
+    names = ", ".join(name.removesuffix("_proj") for name in layer_names(model))
+    return SHORT.get(names, names)
 
 
 def _sequences() -> list[np.ndarray[Any, Any]]:
