@@ -179,9 +179,9 @@ async def job_episode(request: Request) -> Response:
     """Show one episode, step by step; `?at=` names a step."""
     visitor, record = await rollouts.job_of(request)
     at = number_in(request, "at", 1, least=1) or 1
-    episode = await rollouts.read_steps(visitor, record, *rollouts.episode_in(request), at)
+    episode = await rollouts.read_episode(visitor, record, *rollouts.episode_in(request), at)
     named = rollouts.beside_in(request)
-    beside = None if named is None else await rollouts.read_steps(visitor, record, *named, at)
+    beside = None if named is None else await rollouts.read_episode(visitor, record, *named, at)
     query = {"beside": f"{named[0]}/{named[1]}"} if named else {}
     shown = {"episode": episode, "beside": beside, "at": request.query_params.get("at", "")}
     shown["query"] = urlencode(query)
