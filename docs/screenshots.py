@@ -120,7 +120,6 @@ async def take_all(url: str, home: Path) -> None:
             Shot("dashboard-job-dark", f"/jobs/{bandit}", "dark"),
             Shot("dashboard-rollouts", f"/jobs/{guess}/rollouts"),
             Shot("dashboard-episode", episode, height=640),
-            Shot("dashboard-timeline", f"/jobs/{guess}/timeline", height=640),
             Shot("dashboard-pool", "/pool", "dark", height=620),
             Shot("dashboard-phone", f"/jobs/{bandit}", "dark", PHONE, 844),
         ):
