@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from importlib.util import find_spec
 
 import numpy as np
@@ -14,6 +14,7 @@ from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.schemas.wire.array import IntVector
 
 from tests.gpu.material import RandomPolicy, ScoringLearner, with_noise
+from tests.gpu.report import Recorder
 
 NUM_REQUESTS = 16
 SWAP_AFTER = 4 * NUM_REQUESTS
@@ -104,18 +105,18 @@ async def test_an_engine_answers_in_full_with_the_log_probs_of_the_learner(
     policy: RandomPolicy,
     engine_name: str,
     on_gpu: bool,
-    record_property: Callable[[str, object], None],
+    record: Recorder,
 ) -> None:
     prompts, num_tokens = random_prompts(), 128 if on_gpu else 24
     loop = asyncio.get_running_loop()
     async with started(policy, engine_name) as engine:
         begun = loop.time()
         generations = await generate(engine, prompts, num_tokens)
-        record_property("tokens/s", NUM_REQUESTS * num_tokens / (loop.time() - begun))
+        record("tokens/s", NUM_REQUESTS * num_tokens / (loop.time() - begun))
     assert [len(one.token_ids) for one in generations] == [num_tokens] * NUM_REQUESTS
     expected_N = learner_logprobs(policy.learner(), prompts, generations)
     differences_N = (engine_logprobs(generations) - expected_N).abs()
-    record_property("mean difference of log-probs", float(differences_N.mean()))
+    record("mean difference of log-probs", float(differences_N.mean()))
     assert_only_rounding(differences_N, on_gpu=on_gpu)
 
 
@@ -123,7 +124,7 @@ async def test_an_engine_that_sleeps_frees_its_memory_and_goes_on(
     policy: RandomPolicy,
     engine_name: str,
     on_gpu: bool,
-    record_property: Callable[[str, object], None],
+    record: Recorder,
 ) -> None:
     prompts, num_tokens = random_prompts(), 384 if on_gpu else 72
     learner = policy.learner()
@@ -135,14 +136,14 @@ async def test_an_engine_that_sleeps_frees_its_memory_and_goes_on(
         free_awake = free_bytes(on_gpu=on_gpu)
         begun = loop.time()
         await engine.sleep()
-        record_property("to sleep, s", loop.time() - begun)
+        record("to sleep, s", loop.time() - begun)
         freed = free_bytes(on_gpu=on_gpu) - free_awake
         await engine.load_weights(1, with_noise(weights, 1))
         begun = loop.time()
         await engine.wake()
-        record_property("to wake, s", loop.time() - begun)
+        record("to wake, s", loop.time() - begun)
         generations = await generating
-    record_property("freed, MiB", freed / 2**20)
+    record("freed, MiB", freed / 2**20)
     assert not on_gpu or freed > 0
     assert [len(one.token_ids) for one in generations] == [num_tokens] * NUM_REQUESTS
     version_N = torch.from_numpy(np.concatenate([one.versions for one in generations]))
@@ -157,7 +158,7 @@ async def test_running_answers_go_on_with_new_weights(
     policy: RandomPolicy,
     engine_name: str,
     on_gpu: bool,
-    record_property: Callable[[str, object], None],
+    record: Recorder,
 ) -> None:
     prompts, learner = random_prompts(), policy.learner()
     weights = learner.weights()
@@ -169,7 +170,7 @@ async def test_running_answers_go_on_with_new_weights(
             await engine.load_weights(version, versions[version], "recompute")
         generations = await generating
         pause_s = engine.stats().last_pause_s
-    record_property("pause, ms", 1e3 * pause_s)
+    record("pause, ms", 1e3 * pause_s)
     assert pause_s <= 1
     version_N = torch.from_numpy(np.concatenate([one.versions for one in generations]))
     assert set(version_N.tolist()) == {0, 1, 2}
