@@ -34,7 +34,6 @@ FIRST = (
     "copies",
     "loop_speed",
     "step_kinds",
-    "vllm",
     "engines",
     "memory",
     "asynchronous_run",
@@ -93,23 +92,24 @@ def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
 def _environment(device: str, folder: Path) -> dict[str, str]:
     """Return the variables of the tests; modules that are not installed are found by them."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    places = [str(PACKAGES)] if PACKAGES.is_dir() else []
+    places = [str(PACKAGES)] if any(_missing()) and PACKAGES.is_dir() else []
     sys.path[:0] = places
     try:
         distribution("tinkermq")
     except PackageNotFoundError:
-        places.append(str(_linked(folder / "tree", project)))
+        places.append(str(linked(folder / "tree", project)))
     sys.path[:0] = places[-1:]
-    given = os.environ.get("PYTHONPATH")
     environment = os.environ | {"DEVICE": device}
-    environment["PYTHONPATH"] = os.pathsep.join([*places, *([given] if given else [])])
+    given = os.environ.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*places, given]))
+    environment["PATH"] += f"{os.pathsep}{PACKAGES / 'bin'}"
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return environment
 
 
-def _linked(folder: Path, project: dict[str, Any]) -> Path:
-    """Make a folder with the package as links to the source, and its metadata; return it."""
+def linked(folder: Path, project: dict[str, Any]) -> Path:
+    """Make a folder with tinkermq as links to the source, and its metadata; return it."""
     package, about = folder / "tinkermq", project["project"]
     metadata = folder / f"tinkermq-{about['version']}.dist-info"
     for each in (package, metadata):

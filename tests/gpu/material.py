@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model
@@ -57,11 +58,12 @@ class RandomPolicy:
             }
         )
 
-    def learner(self, attention: Attention = "sdpa") -> "ScoringLearner":
+    def learner(self, attention: Attention = "sdpa", lora_rank: int = 0) -> "ScoringLearner":
         """Load it as a learner does, on this process's device."""
         model = {"path": str(self.folder), "attn_implementation": attention}
-        config = self.config(model=model, learner={"dtype": self.dtype})
-        loaded = load_model(config.model, config.learner)
+        lora = {"rank": lora_rank}
+        config = self.config(model=model, learner={"dtype": self.dtype}, lora=lora)
+        loaded = load_model(config.model, config.learner, lora=config.lora)
         inside = Parallel.alone().place(loaded, config.learner, attention)
         scorer = Scorer(loaded, temperature=1.0, inside=inside)
         return ScoringLearner(loaded, scorer)
@@ -96,14 +98,17 @@ class ScoringLearner:
         }
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights, by their names of `state_dict()`."""
-        self.model.load_state_dict(dict(weights), strict=False)
+        """Replace the weights, by their names of `weights`."""
+        with torch.no_grad():
+            for name, value in policy_tensors(self.model).items():
+                if name in weights:
+                    value.copy_(weights[name])
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of its weights on the CPU, each tied tensor once."""
+        """Return a copy of its published weights on the CPU, each tied tensor once."""
         return {
-            name: value.cpu().clone()
-            for name, value in self.model.state_dict().items()
+            name: value.detach().cpu().clone()
+            for name, value in policy_tensors(self.model).items()
             if name != "lm_head.weight"
         }
 
