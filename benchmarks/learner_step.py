@@ -111,7 +111,7 @@ def let_go() -> None:
         torch.cuda.empty_cache()
 
 
-def timed(step: Callable[[int], None], steps: int, device: torch.device) -> StepTime:
+def timed(step: Callable[[int], object], steps: int, device: torch.device) -> StepTime:
     """Return the median time of a step after a first one, and the peak memory of all."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
