@@ -1,5 +1,5 @@
 """A learner's step with random weights, beside transformers', the device's matrix product, and what
-prime-rl published for the same shapes (`benchmarks/results/BENCHMARKS.md`, February 2026)."""
+prime-rl published for the same shapes (its page of benchmarks, February 2026)."""
 
 from dataclasses import dataclass
 from pathlib import Path
