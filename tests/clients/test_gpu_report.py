@@ -134,9 +134,9 @@ def test_a_bare_tree_has_the_package_its_version_and_its_games(tmp_path: Path) -
         "from tests.gpu.__main__ import linked;"
         "tree = linked(Path(sys.argv[1]), tomllib.loads(Path('pyproject.toml').read_text()));"
         "sys.path[:] = [str(tree), *(p for p in sys.path if 'site-packages' not in p)];"
-        "from importlib.metadata import entry_points, version;"
+        "import tinkermq; from importlib.metadata import entry_points, version;"
         "from tinkermq.schemas.plan import cards;"
-        "print(version('tinkermq'), cards.__file__,"
+        "print(version('tinkermq') == tinkermq.__version__, cards.__file__,"
         " {one.name for one in entry_points(group='tinkermq.envs')} >= {'bandit', 'mcp'})"
     )
     command = [sys.executable, "-S", "-c", program, str(tmp_path)]

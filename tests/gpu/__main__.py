@@ -119,11 +119,12 @@ def linked(folder: Path, project: dict[str, Any]) -> Path:
     metadata = folder / f"tinkermq-{about['version']}.dist-info"
     for each in (package, metadata):
         each.mkdir(parents=True, exist_ok=True)
-    for name in project["tool"]["setuptools"]["package-dir"].values():
-        if "/" not in name:
-            link = package / name
+    for name, place in project["tool"]["setuptools"]["package-dir"].items():
+        if name.count(".") <= 1:  # the package has files of its own, its rooms are folders
+            inside = name.removeprefix("tinkermq").removeprefix(".") or "__init__.py"
+            link = package / inside
             link.unlink(missing_ok=True)
-            link.symlink_to(ROOT / name)
+            link.symlink_to(ROOT / place / (inside if name == "tinkermq" else ""))
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: tinkermq\nVersion: {about['version']}\n"
     )
