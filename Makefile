@@ -67,7 +67,7 @@ test-second:  ## Import all that needs no torch, and run the tests of schemas, o
 	@$(SECOND) -m venv --clear .venv-second
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-second/bin/python -m pip -qq install -e \
 	  '.[agents,gateway,kubernetes,math,notify,openenv,otel,storage,vision]' \
-	  hypothesis pytest pytest-asyncio pytest-timeout
+	  anthropic hypothesis jsonschema llguidance openai pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 test-install: $(VENV)/dev.stamp  ## Install every extra alone, as users do, and try what it promises
