@@ -9,8 +9,8 @@ from tinkermq.schemas.local.disk import append_lines
 
 from tests.clients.command import tinkermq_here
 from tests.support.configs import small_job
-from tests.support.gate import Gate
 from tests.support.disks import fill, small_disk
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
