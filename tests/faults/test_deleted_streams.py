@@ -61,7 +61,13 @@ def _named(job: Job, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["{}-task", "{}-feed", "{}-segment", "KV_{}-weights", "OBJ_{}-weights"]
+    "kind",
+    [
+        "{}-task",
+        "KV_{}-weights",
+        *(pytest.param(f"{{}}-{one}", marks=pytest.mark.long) for one in ("feed", "segment")),
+        pytest.param("OBJ_{}-weights", marks=pytest.mark.long),
+    ],
 )
 async def test_a_run_without_one_of_its_streams_names_it_and_goes_on_when_it_is_resumed(
     stack: Stack, model: Path, gate: Gate, kind: str
@@ -72,7 +78,7 @@ async def test_a_run_without_one_of_its_streams_names_it_and_goes_on_when_it_is_
     await job.until("COMPLETED")
 
 
-@pytest.mark.parametrize("kind", ["{}-rollout", "{}-batch"])
+@pytest.mark.parametrize("kind", ["{}-rollout", pytest.param("{}-batch", marks=pytest.mark.long)])
 async def test_a_run_without_its_log_names_it_and_does_not_begin_another(
     stack: Stack, model: Path, gate: Gate, kind: str
 ) -> None:
@@ -83,12 +89,12 @@ async def test_a_run_without_its_log_names_it_and_does_not_begin_another(
     assert f"stream {_named(job, kind)} was deleted and made again" in record.reason
 
 
-@pytest.mark.parametrize("kind", ["{}-trace", "{}-log", "{}-dead"])
 async def test_a_run_needs_no_stream_that_only_tells_of_it(
-    stack: Stack, model: Path, gate: Gate, kind: str
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
     job = await _started(stack, model, gate)
-    await delete_stream(stack.broker, _named(job, kind))
+    for kind in ("{}-trace", "{}-log", "{}-dead"):
+        await delete_stream(stack.broker, _named(job, kind))
     gate.open()
     await job.until("COMPLETED")
 

@@ -175,7 +175,7 @@ async def assert_choices_are_those_of_the_log(job: Job) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("evaluator", [False, True])
+@pytest.mark.parametrize("evaluator", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_who_validates_killed_in_the_middle_of_a_validation(
     stack: Stack, model: Path, evaluator: bool
 ) -> None:

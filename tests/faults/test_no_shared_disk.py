@@ -98,6 +98,7 @@ async def test_a_job_whose_node_vanished_goes_on_where_no_path_is_in_common(
             assert len(names_below(tmp_path / f"disk-{name}" / "cache", "*.held")) == 1
 
 
+@pytest.mark.long
 async def test_a_checkpoint_in_the_store_is_forked_and_served_by_a_node_that_never_saw_it(
     tmp_path: Path, model: Path, s3: S3
 ) -> None:

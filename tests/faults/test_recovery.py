@@ -68,7 +68,13 @@ async def test_a_learner_killed_between_a_checkpoint_and_the_next_issue_goes_on(
     await assert_replay_is_identical(job)
 
 
-@pytest.mark.parametrize("keep_rollouts", [True, False], ids=["kept", "trimmed"])
+@pytest.mark.parametrize(
+    "keep_rollouts",
+    [
+        pytest.param(True, id="kept"),
+        pytest.param(False, marks=pytest.mark.long, id="trimmed"),
+    ],
+)
 async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     stack: Stack, model: Path, gate: Gate, keep_rollouts: bool
 ) -> None:

@@ -33,6 +33,8 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.faults, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_STEPS = 24
+HALF = pytest.param(0.5, marks=pytest.mark.long, id="half")
+NOTHING = pytest.param(0.0, id="all")
 
 
 async def _started(stack: Stack, model: Path, env: dict[str, Any], **training: object) -> Job:
@@ -86,7 +88,13 @@ async def _asked(stack: Stack, command: str) -> Any:
     return json.loads(answer)
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["learner-lives", "learner-dies"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(False, id="learner-lives"),
+        pytest.param(True, marks=pytest.mark.long, id="learner-dies"),
+    ],
+)
 async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
     tmp_path: Path, model: Path, gate: Gate, killed: bool
 ) -> None:
@@ -115,6 +123,7 @@ async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
         await _ends_whole(job)
 
 
+@pytest.mark.long
 async def test_a_run_begins_again_when_the_store_is_from_before_its_first_step(
     tmp_path: Path, model: Path, gate: Gate
 ) -> None:
@@ -152,7 +161,7 @@ async def test_a_run_whose_checkpoints_are_all_newer_than_the_store_goes_on_from
         assert records[-1].step == NUM_STEPS
 
 
-@pytest.mark.parametrize("share", [0.5, 0.0], ids=["half", "all"])
+@pytest.mark.parametrize("share", [HALF, NOTHING])
 async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
     tmp_path: Path, model: Path, gate: Gate, share: float
 ) -> None:
@@ -171,8 +180,14 @@ async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
             assert "was deleted and made again" in record.reason
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["scheduler-lives", "scheduler-dies"])
-@pytest.mark.parametrize("share", [0.5, 0.0], ids=["half", "all"])
+@pytest.mark.parametrize(
+    "restarted",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="scheduler-lives"),
+        pytest.param(True, id="scheduler-dies"),
+    ],
+)
+@pytest.mark.parametrize("share", [HALF, NOTHING])
 async def test_runs_whose_records_are_lost_go_on(
     tmp_path: Path, model: Path, share: float, restarted: bool
 ) -> None:

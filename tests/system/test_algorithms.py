@@ -277,6 +277,7 @@ def _job(model: Path, steps: int, **env: Any) -> dict[str, Any]:
     return small_job(model, env=fragile | env, learner=learner, training=training)
 
 
+@pytest.mark.long
 async def test_a_policy_learns_not_to_hang_its_game_where_that_is_a_penalty(
     stack: Stack, model: Path
 ) -> None:

@@ -121,7 +121,7 @@ async def test_groups_that_teach_nothing_give_their_credits_back(run_of: RunOf) 
         assert all(len({episode.reward for episode in group.sampled}) > 1 for group in groups)
 
 
-@pytest.mark.parametrize("bound", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("bound", [1, pytest.param(4, marks=pytest.mark.long)])
 async def test_no_group_over_the_bound_is_trained_under_drop(run_of: RunOf, bound: int) -> None:
     steps = await trained(await run_of(f"drop_{bound}"))
     assert 0 < max(lags(steps)) <= bound

@@ -69,30 +69,25 @@ class Host:
             self.runner.drop(episode)
 
 
-def held() -> tuple[set[int], int]:
-    """Return the processes below this one, and how many files it has open.
+def held(others: set[int]) -> tuple[set[int], int]:
+    """Return the processes below this one that are not below `others`, and how many files it has.
 
-    The browser of other tests, which stays open between them, starts processes when it likes.
+    Others are those of other tests, which stay between them and start processes when they like: a
+    browser, a stack.
     """
-    below = {pid for pid in descendants(os.getpid()) if not is_browser(pid)}
-    return below, len(list(Path("/proc/self/fd").iterdir()))
-
-
-def is_browser(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/comm").read_text().startswith(("chrom", "headless_shell"))
-    return False
+    theirs = {pid for other in others for pid in descendants(other)}
+    return {*descendants(os.getpid())} - theirs, len(list(Path("/proc/self/fd").iterdir()))
 
 
 def no_more_than(before: tuple[set[int], int]) -> bool:
     """Whether no process and no open file has come."""
-    (pids, files), (then, most) = held(), before
+    (pids, files), (then, most) = held(before[0] - {os.getpid()}), before
     return pids <= then and files <= most
 
 
 def left_over(before: tuple[set[int], int]) -> list[str]:
     """Describe new processes, and all files if there are more of them."""
-    (pids, files), (then, most) = held(), before
+    (pids, files), (then, most) = held(before[0] - {os.getpid()}), before
     found = [Path(f"/proc/{pid}/stat").read_text()[:200] for pid in pids - then]
     if files > most:
         found += [str(file.readlink()) for file in Path("/proc/self/fd").iterdir()]
@@ -110,7 +105,7 @@ async def hosting(
     **config: Any,
 ) -> AsyncIterator[Host]:
     """Host a Python program; afterwards no process and no folder of it may be left."""
-    before = held()
+    before = held(set())
     settings = {"command": ["{python}", "-S", "-c", PRELUDE + code], **LIMITS, **config}
     endpoint = ModelEndpoint()
     runner = ProgramRunner(
