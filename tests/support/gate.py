@@ -53,9 +53,9 @@ class Gate:
         new.replace(self.file)
 
 
-def enter(gate: Path) -> int:
-    """Return the place of an episode among all that began before a gate, from 1."""
-    descriptor = os.open(gate.with_suffix(".begun"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def count_in(file: Path) -> int:
+    """Return the number of a caller among all of any process that count in a file, from 1."""
+    descriptor = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, b".")
         return os.lseek(descriptor, 0, os.SEEK_CUR)
@@ -79,7 +79,7 @@ class HeldBandit(SlowBandit):
 
     def reset(self, *, room: int = 0, **kwargs: Any) -> str:
         """Take a place, and enter a room."""
-        self._place = enter(self._gate)
+        self._place = count_in(self._gate.with_suffix(".begun"))
         return super().reset(room=room, **kwargs)
 
     def step(self, action: str) -> StepResult:
@@ -98,7 +98,7 @@ class HeldGuess(SlowGuess):
 
     def reset(self, **kwargs: Any) -> str:
         """Take a place, and begin."""
-        self._place = enter(self._gate)
+        self._place = count_in(self._gate.with_suffix(".begun"))
         return super().reset(**kwargs)
 
     def step(self, action: str) -> StepResult:
@@ -121,7 +121,7 @@ class Stragglers:
 
     def begin(self) -> None:
         """Take a number."""
-        number = enter(self._begun)
+        number = count_in(self._begun)
         self._is_late = number < 100 and number % 24 == 5
 
     def wait(self) -> None:
@@ -133,11 +133,10 @@ class Stragglers:
 
     def end(self) -> None:
         """Count."""
-        enter(self._ended)
+        count_in(self._ended)
 
     def _num_ended(self) -> int:
-        file = self._ended.with_suffix(".begun")
-        return file.stat().st_size if file.exists() else 0
+        return self._ended.stat().st_size if self._ended.exists() else 0
 
 
 class LateBandit(SlowBandit):
