@@ -206,7 +206,7 @@ async def test_who_validates_killed_in_the_middle_of_a_validation(
 async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
     stack: Stack, model: Path, gate: Gate
 ) -> None:
-    env = {**gate.env(8), "num_val": 24}  # 24 episodes that are allowed are of version 0
+    env = {**gate.env(10), "num_val": 24}  # of which 24 episodes are of version 0
     config = small_job(model, env=env, training={"test_freq": 6})
     job = await stack.submit(config)
     stream, results = job.scope.stream_validation, job.scope.validation_result(6, "*")
