@@ -1,6 +1,6 @@
 """Games that are held until something has happened, however slow the machine is.
 
-A gate holds a run where the test acts. Stragglers wait until other episodes have ended.
+A gate holds a run where the test acts. Stragglers wait until other episodes have begun.
 
 A run of `small_job` has episodes of up to twelve groups under way. So a number of episodes that
 must reach a step counts those that may be spent on groups which are not complete yet.
@@ -108,43 +108,36 @@ class HeldGuess(SlowGuess):
 
 
 class Stragglers:
-    """Decides by its number in a folder which episode is late, and makes it wait.
+    """Decides by its number among all that begin which episode is late, and makes it wait.
 
     Of the first hundred each 24th is late.
     """
 
-    def __init__(self, folder: str, after: int, most_s: float) -> None:
-        """`after`: episodes that must end first, if they do within `most_s`."""
-        self._begun, self._ended = Path(folder) / "begun", Path(folder) / "ended"
-        self._after, self._most_s = after, most_s
+    def __init__(self, file: str, after: int, most_s: float) -> None:
+        """`after`: episodes, counted in `file`, that must begin first if they do in `most_s`."""
+        self._file, self._after, self._most_s = Path(file), after, most_s
         self._is_late = False
 
     def begin(self) -> None:
         """Take a number."""
-        number = count_in(self._begun)
+        number = count_in(self._file)
         self._is_late = number < 100 and number % 24 == 5
 
     def wait(self) -> None:
         """Wait, if this one is late."""
         if self._is_late:
-            last, deadline = self._num_ended() + self._after, time.monotonic() + self._most_s
-            while self._num_ended() < last and time.monotonic() < deadline:
+            last = self._file.stat().st_size + self._after
+            deadline = time.monotonic() + self._most_s
+            while self._file.stat().st_size < last and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-
-    def end(self) -> None:
-        """Count."""
-        count_in(self._ended)
-
-    def _num_ended(self) -> int:
-        return self._ended.stat().st_size if self._ended.exists() else 0
 
 
 class LateBandit(SlowBandit):
     """A bandit some of whose episodes are late."""
 
-    def __init__(self, folder: str, after: int, most_s: float = 60.0) -> None:
+    def __init__(self, file: str, after: int, most_s: float = 60.0) -> None:
         super().__init__(0.0)
-        self._stragglers = Stragglers(folder, after, most_s)
+        self._stragglers = Stragglers(file, after, most_s)
 
     def reset(self, *, room: int = 0, **kwargs: Any) -> str:
         """Take a number, and enter a room."""
@@ -154,15 +147,14 @@ class LateBandit(SlowBandit):
     def step(self, action: str) -> StepResult:
         """Wait, if this one is late, then pull the arm."""
         self._stragglers.wait()
-        self._stragglers.end()
         return super().step(action)
 
 
 class LateEcho(EchoGame):
     """Some of its episodes are late in each turn."""
 
-    def __init__(self, folder: str, after: int, most_s: float = 60.0) -> None:
-        self._stragglers = Stragglers(folder, after, most_s)
+    def __init__(self, file: str, after: int, most_s: float = 60.0) -> None:
+        self._stragglers = Stragglers(file, after, most_s)
 
     def reset(self, **kwargs: Any) -> str:
         """Take a number, and begin."""
@@ -172,7 +164,4 @@ class LateEcho(EchoGame):
     def step(self, action: str) -> StepResult:
         """Wait, if this one is late, then answer."""
         self._stragglers.wait()
-        result = super().step(action)
-        if result.done:
-            self._stragglers.end()
-        return result
+        return super().step(action)

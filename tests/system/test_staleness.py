@@ -1,6 +1,6 @@
 """The staleness bound holds in whole runs, whatever the stragglers do, and nothing deadlocks.
 
-In runs with stragglers one episode in 24 ends after those of several training steps.
+In runs with stragglers one episode in 24 ends after several training steps.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ async def run_of(
     stack, runs = shared_stack, dict[str, Job]()
 
     def late(game: str, after: int, most_s: float = 60.0) -> dict:
-        folder = str(tmp_path_factory.mktemp("late"))
-        kwargs = {"folder": folder, "after": after, "most_s": most_s}
+        file = str(tmp_path_factory.mktemp("late") / "begun")
+        kwargs = {"file": file, "after": after, "most_s": most_s}
         return {**LATE, "game": f"tests.support.gate:{game}", "kwargs": kwargs}
 
     def straggling(max_staleness: int, policy: str) -> dict:
