@@ -61,7 +61,7 @@ async def run_of(
         "train_1": straggling(1, "train"),
         "mask_1": small_job(
             model,
-            env=late("LateEcho", 24),
+            env=late("LateEcho", 12),
             rollout={"max_turns": 4, "max_response_tokens": 48},
             training={"num_steps": 16, "max_staleness": 1, "staleness_policy": "mask"},
         ),
