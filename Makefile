@@ -35,9 +35,12 @@ test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in ab
 
 # For CI: a test that failed beside others and passes alone is named, and does not refuse a change.
 # It is a fault all the same, of the test or of the product. More than three are a fault of the change.
-FAILED = import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")
+# It fails if the last run of pytest did not come to its end.
+CACHE := .pytest_cache/v/cache/lastfailed
 test-again: $(VENV)/dev.stamp  ## Run again, alone, the up to three tests that failed last
-	@$(BIN)/python -c '$(FAILED)' > .pytest_cache/again && test $$(wc -l < .pytest_cache/again) -le 3
+	@test "$$(cat .pytest_cache/v/tinkermq/exit_status)" = 1
+	@$(BIN)/python -c 'import json; print(*json.load(open("$(CACHE)")), sep="\n")' > .pytest_cache/again
+	@test $$(wc -l < .pytest_cache/again) -le 3
 	@echo "UNSTABLE unless they fail again; mend them:" && cat .pytest_cache/again
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "full or not full"
 
