@@ -44,7 +44,6 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.subjects import BUCKET_REQUESTS, JobScope
 
 from tests.support.certificates import Certificate, self_signed
-from tests.support.disks import fill, small_disk
 from tests.support.models import bytes_of
 from tests.support.secured import environment, secured
 from tests.support.strategies import make_group
@@ -570,24 +569,6 @@ async def test_a_full_store_is_waited_for_and_told_and_then_gone_on_with(
         await other.api("STREAM.PURGE.other")
         await waiting
         assert _told(patient) == ""
-
-
-async def test_a_log_whose_trimming_a_full_disk_refuses_is_waited_for(tmp_path: Path) -> None:
-    scope = JobScope("local", "full")
-    with small_disk(tmp_path / "nats", 48) as disk, NatsServer(disk) as server:
-        async with await connect(server.url, name="patient") as patient:
-            patient.availability.set_patient(True)
-            await create_shared(patient)
-            await create_job_streams(patient, scope, LimitsConfig(rollout_bytes=2**24))
-            log = RolloutLog(patient, scope)
-            for number in range(100):
-                await log.append_payload(number, bytes(2**15))
-            ballast = fill(disk)
-            trimming = asyncio.create_task(log.trim(50))
-            await until(lambda: bool(_told(patient)), "the trouble to be told")
-            assert not trimming.done()
-            ballast.unlink()
-            await trimming
 
 
 async def test_a_generator_waits_for_room_in_a_full_rollout_log(
