@@ -19,15 +19,16 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 
-async def printed(stack: Stack, *words: str) -> str:
-    """Return what a command prints, whether all is well or not."""
-    done = await asyncio.to_thread(tinkermq_here, *words, "--nats-url", stack.server.url)
-    return done.out + done.err
+async def until_printed(stack: Stack, text: str, *commands: str) -> None:
+    """Wait until each command prints a text, whether all is well or not."""
+    for command in commands:
 
+        async def is_printed(command: str = command) -> bool:
+            words = (command, "--nats-url", stack.server.url)
+            done = await asyncio.to_thread(tinkermq_here, *words)
+            return text in done.out + done.err
 
-async def trouble_of(job: Job) -> str:
-    actors = (await job.actors()).values()
-    return next((one.waits_for for one in actors if one.missing_since is not None), "")
+        await eventually(is_printed, f"{command} to say {text!r}")
 
 
 async def assert_complete(job: Job, rewound: int = 0) -> None:
@@ -49,10 +50,7 @@ async def test_a_run_whose_folder_has_no_room_waits_and_goes_on(
             await job.until_step(4)
             ballast = fill(disk)
             gate.let(12)
-            told = await eventually(lambda: trouble_of(job), "the full disk to be told")
-            assert "room on the disk for" in told
-            assert "room on the disk for" in await printed(stack, "ps")
-            assert "room on the disk for" in await printed(stack, "doctor")
+            await until_printed(stack, "room on the disk for", "ps", "doctor")
             ballast.unlink()
             gate.open()
             await assert_complete(job)
@@ -89,12 +87,7 @@ async def test_a_broker_without_room_is_waited_for_and_told(
             await job.until_step(4)
             ballast = fill(disk)
             gate.let(12)
-
-            async def told() -> bool:
-                return "the disk of nats-server is full" in await printed(stack, "doctor")
-
-            await eventually(told, "the full disk to be told")
-            assert "the disk of nats-server is full" in await printed(stack, "ps")
+            await until_printed(stack, "the disk of nats-server is full", "doctor", "ps")
             gate.open()
             ballast.unlink()
             await stack.restart("nats-server")  # as the operator does, and `tinkermq up`
