@@ -21,7 +21,7 @@ from tests.support.models import plain_logprobs
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 LATE = {"num_val": 0, "workers": 64, "step_timeout_s": 3600}
 COIN = {"game": "tests.support.games:FirstLetter", "num_val": 0}
@@ -144,21 +144,18 @@ async def test_a_group_dropped_for_its_age_is_issued_again(run_of: RunOf) -> Non
         assert task.task > number
 
 
-@pytest.mark.full
 async def test_wait_trains_every_group_within_the_bound(run_of: RunOf) -> None:
     steps = await trained(await run_of("wait_1"))
     assert max(lags(steps)) <= 1
     assert not [item for record, _ in steps for item in record.dropped]
 
 
-@pytest.mark.full
 async def test_train_keeps_a_group_whatever_its_age(run_of: RunOf) -> None:
     steps = await trained(await run_of("train_1"))
     assert max(lags(steps)) > 1
     assert not [item for record, _ in steps for item in record.dropped]
 
 
-@pytest.mark.full
 async def test_mask_leaves_out_old_tokens_and_keeps_their_episodes(run_of: RunOf) -> None:
     job = await run_of("mask_1")
     steps = await trained(job)
