@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ...broker.calls import all_users, ask_users
+from ...broker.feed import read_failed
 from ...schemas.job import JobRecord
 from ...schemas.user import (
     AddUser,
@@ -243,6 +244,12 @@ async def get_episode(request: Request) -> Response:
     return Json(await rollouts.read_episode(visitor, record, *rollouts.episode_in(request)))
 
 
+async def get_failed(request: Request) -> Response:
+    """Answer with the tasks that failed for good and about which nothing was decided."""
+    visitor, record = await rollouts.job_of(request)
+    return Json({"failed": await read_failed(visitor.broker, record.scope)})
+
+
 async def get_checkpoints(request: Request) -> Response:
     """Answer with a job's checkpoints."""
     visitor, record = await rollouts.job_of(request)
@@ -349,6 +356,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
             ("label", "Change a job's tags, group and notes"),
+            ("failed", "Repeat failed tasks, or drop them from the list"),
             ("archive", "Move an ended job's stored data into its run folder"),
             ("unarchive", "Restore an archived job's stored data"),
             ("delete", "Remove an ended job with all its stored data"),
@@ -405,6 +413,7 @@ OPERATIONS: tuple[Operation, ...] = (
         get_episode,
         "One episode: messages, rewards, tokens",
     ),
+    Operation("GET", f"{_JOB}/failed", get_failed, "Tasks that failed for good, with reasons"),
     Operation("GET", f"{_JOB}/checkpoints", get_checkpoints, "Checkpoints, newest first"),
     Operation(
         "GET",

@@ -32,6 +32,7 @@ from ...schemas.wire.images import images_of
 from ...schemas.wire.subjects import JobScope
 from ..engine.engine import Drawn, ExpertRecord, Generation
 from ..policy.chat import ChatTokenizer
+from .template_facts import first_prompt
 
 # -- the tokens of one episode, turn by turn -------------------------------------------------------
 
@@ -357,7 +358,7 @@ async def _check(
 ) -> None:
     """Play the recorded turns, or the last one, and compare the game's answers with the record."""
     made = recorded.transcript
-    prompt = chat.first_prompt(started.messages, started.tools).tolist()
+    prompt = first_prompt(chat, started.messages, started.tools).tolist()
     if prompt != made.token_ids[: made.num_prompt]:
         raise _diverged(recorded, "another first prompt")
     num_turns = len(made.turn_ends)
