@@ -148,7 +148,7 @@ def train(settings: dict[str, Any]) -> None:
             """Train, and note."""
             places = (inputs[name].flatten().tolist() for name in ("input_ids", "position_ids"))
             in_step.update(rows_of(*places, tokenizer.decode))
-            return super().training_step(model, inputs, *rest)
+            return super().training_step(model, inputs, *rest)  # pyright: ignore[reportCallIssue]
 
     class Notes(TrainerCallback):
         """Writes down each step that has ended."""

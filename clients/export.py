@@ -115,7 +115,7 @@ def _size(trajectory: Trajectory | None) -> int:
     """Estimate the bytes of an episode as Python objects."""
     if trajectory is None:
         return 0
-    texts = sum(len(plain_text(message.get("content", ""))) for message in trajectory.messages)
+    texts = sum(len(plain_text(message.get("content") or "")) for message in trajectory.messages)
     return 64 * len(trajectory.token_ids) + texts
 
 
@@ -170,6 +170,6 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     calls = cast("list[Any]", message.get("tool_calls") or [])
     return {
         "role": str(message.get("role", "")),
-        "content": plain_text(message.get("content", "")),
+        "content": plain_text(message.get("content") or ""),
         "tool_calls": json.dumps(calls, default=str) if calls else None,
     }
