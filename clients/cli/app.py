@@ -123,13 +123,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq env serve my-run", "one more environment host of a run"),
         Example("tinkermq env serve guess highest=9 --openenv", "a game, as an OpenEnv server"),
     ),
-    "env eval": (
-        Example("tinkermq env eval train.yaml --model my-run@40", "a checkpoint"),
-        Example(
-            "tinkermq env eval guess --model http://gpu-box:8000/v1 --max-samples 100",
-            "any OpenAI-compatible endpoint",
-        ),
-    ),
 }
 """By command."""
 
@@ -249,11 +242,6 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("env new", "new_package:new", "Create a package with a new game."),
         _Command("env play", "games:play", "Play a game yourself."),
         _Command(
-            "env eval",
-            "evaluation:evaluate_game",
-            "Score any model, also by URL, on any game.",
-        ),
-        _Command(
             "env serve",
             "games:serve",
             "Host a run's game in this process, or serve a game to other trainers.",
@@ -280,7 +268,7 @@ _FAMILIES = {
     "model": ("Models", "Get and check models."),
     "tinker": ("Models", "Serve the Tinker API."),
     "deploy": ("Stack", "Check machines on which systemd runs the pool."),
-    "env": ("Writing your own", "Create, check, play, evaluate and serve games."),
+    "env": ("Writing your own", "Create, check, play and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
 
