@@ -157,7 +157,6 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
         _Command("backup", "admin:backup", "Write all data of the broker into a folder."),
         _Command("restore", "admin:restore", "Load a backup into a new server."),
-        _Command("deploy check", "deploy:check", "Check a machine on which systemd runs the pool."),
         _Command("version", "app:version", "Print versions."),
     ],
     "Runs": [
@@ -225,11 +224,6 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("config show", "config:show", "Print the effective configuration."),
         _Command("config schema", "config:schema", "Print every key, or the JSON Schema."),
         _Command(
-            "data prepare",
-            "games:prepare",
-            "Convert a published dataset: gsm8k, math, geo3k.",
-        ),
-        _Command(
             "algorithm check",
             "games:check_algorithm",
             "Check a custom advantage, loss or correction.",
@@ -264,10 +258,8 @@ _FAMILIES = {
     "algorithm": ("Writing your own", "Check custom advantages, losses and corrections."),
     "agent": ("Writing your own", "Create, check and host agent programs."),
     "config": ("Writing your own", "Show the configuration of a job."),
-    "data": ("Writing your own", "Prepare data."),
     "model": ("Models", "Get and check models."),
     "tinker": ("Models", "Serve the Tinker API."),
-    "deploy": ("Stack", "Check machines on which systemd runs the pool."),
     "env": ("Writing your own", "Create, check, play and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }

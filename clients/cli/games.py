@@ -18,7 +18,6 @@ from ...envs.check import check_game
 from ...envs.conversations import returns
 from ...envs.data import HostData
 from ...envs.game import ChatMessage, StepResult, game_failure
-from ...envs.math.prepare import prepare as prepare_set
 from ...envs.registry import companion, load_game
 from ...envs.registry import list_games as registered_games
 from ...envs.running.local import LocalEpisode, LocalGame
@@ -464,33 +463,6 @@ class _Json:
         turns = len(episode.results)
         by_role = {"returns": returns} if "" not in returns else {"return": returns[""]}
         output.print_json_line({**by_role, "turns": turns, "done": episode.done})
-
-
-# `tinkermq data prepare`.
-
-
-def prepare(
-    name: str, source: Path, out: Path, /, *, instruction: str | None = None, json: bool = False
-) -> int:
-    """Convert the original files of a published dataset to parquet files for training.
-
-    Parameters
-    ----------
-    name
-        The dataset: gsm8k, math or geo3k.
-    source
-        Folder of its original files.
-    out
-        Folder to write train.parquet, test.parquet … to.
-    instruction
-        Text to append to each question; default: the dataset's usual instruction.
-    json
-        Print JSON.
-    """
-    written = prepare_set(name, source, out, instruction)
-    document = [{"path": str(path.path), "rows": path.rows} for path in written]
-    text = "\n".join(f"{path.path}  {path.rows} rows" for path in written)
-    return output.print_result(document, text, as_json=json)
 
 
 # `tinkermq algorithm check`: custom functions on small random tensors.

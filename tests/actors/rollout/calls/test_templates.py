@@ -28,7 +28,6 @@ from tests.actors.rollout.calls.programs import (
     TOOLS,
     RecordingEngine,
     chat_of,
-    response_template,
     user,
 )
 
@@ -101,8 +100,8 @@ def test_a_program_is_told_that_a_template_shows_no_system_message() -> None:
 
 
 @pytest.mark.parametrize("name", PARSED)
-def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name: str) -> None:
-    chat = chat_of(name, response_template(name))
+def test_calls_in_a_models_own_format_are_read(name: str) -> None:
+    chat = chat_of(name)
     told = [ASKED.for_template(), CALLED.for_template()]
     prompt = chat.render(told[:1], prompt=True, tools=[TOOL])
     whole = chat.render(told, prompt=False, tools=[TOOL])
@@ -113,32 +112,6 @@ def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name
         (call.name, call.key) for call in CALLED.calls
     ]
     assert facts_of(chat).reads_calls
-
-
-def test_calls_in_an_unknown_format_are_read_by_the_response_template() -> None:
-    tokenizer: Any = chat_of("qwen3").tokenizer
-    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "act>")
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "tool_calls": {
-                "open": "<act>",
-                "close_pattern": r"</act>\s*",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-        },
-    }
-    chat = ChatTokenizer(tokenizer)
-    prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
-    said = 'I look.<act>\n{"name": "search", "arguments": {"query": "x"}}\n</act><|im_end|>'
-    reply = parse_reply(read_text(chat, prompt, chat.encode(said), [TOOL]), "c", calls=True)
-    assert call_format(chat) is None
-    assert facts_of(chat).reads_calls
-    assert (reply.text, [call.value for call in reply.calls]) == ("I look.", [{"query": "x"}])
 
 
 def test_a_template_that_leaves_out_results_is_no_template_of_a_game_with_tools() -> None:
@@ -173,7 +146,7 @@ FABRICATED = {
     ("name", "said"), [(name, said) for name, texts in FABRICATED.items() for said in texts]
 )
 def test_a_call_is_not_given_arguments_that_the_model_did_not_write(name: str, said: str) -> None:
-    chat = chat_of(name, response_template(name))
+    chat = chat_of(name)
     prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
     told = read_text(chat, prompt, chat.encode(said), [TOOL])
     reply = parse_reply(told, "c00000", calls=True, thinking="</think>" in said)
@@ -217,7 +190,7 @@ def test_a_call_in_another_models_format_is_text() -> None:
 
 @pytest.mark.parametrize("name", PARSED)
 def test_an_answer_that_is_not_well_formed_is_text(name: str) -> None:
-    chat = chat_of(name, response_template(name))
+    chat = chat_of(name)
     ids = chat.encode("no call { at all")
     assert "no call { at all" in read_text(chat, chat.encode("hi"), ids, [TOOL])
 
@@ -235,12 +208,11 @@ def test_in_a_format_without_an_object_a_call_without_arguments_is_one() -> None
         "glm4moe": "<tool_call>search\n</tool_call>",
         "qwen3_5_think": "hm</think>\n\n<tool_call>\n<function=search>\n</function>\n</tool_call>",
     }.items():
-        for answers in (None, response_template(name)):
-            chat = chat_of(name, answers)
-            prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
-            told = read_text(chat, prompt, chat.encode(said), [TOOL])
-            reply = parse_reply(told, "c", calls=True, thinking="</think>" in said)
-            assert [(call.name, call.value) for call in reply.calls] == [("search", {})]
+        chat = chat_of(name)
+        prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
+        told = read_text(chat, prompt, chat.encode(said), [TOOL])
+        reply = parse_reply(told, "c", calls=True, thinking="</think>" in said)
+        assert [(call.name, call.value) for call in reply.calls] == [("search", {})]
 
 
 # -- What is rendered behind a turn is what the template writes there, whatever came before it -----
