@@ -371,7 +371,7 @@ def test_a_title_that_nobody_reads_can_be_left_out(chat: ChatTokenizer) -> None:
     replay = Replay("opencode", chat)
     title, *work = replay.calls
     assert main_root(replay.calls) is work[0], "the title comes first, and is not the main one"
-    for which in ("main", "alive", "not /You are a title generator/", "/opencode/"):
+    for which in ("main", "not /You are a title generator/", "/opencode/"):
         assert rows_of(replay.exact.tree, 1 << 30, which).untrained == (title.number,), which
 
 
