@@ -37,7 +37,7 @@ _COMMON = 3
 """Messages that must declare a key alike before it is explained once for all."""
 _EMPTY = {"`null`", "`false`", "`0`", "`0.0`", '`""`', "`b''`", "`[]`", "`{}`", ""}
 """Defaults of messages' keys that are not shown."""
-_OUTSIDE = re.compile("client|admin|user|invited|external agent|anyone")
+_OUTSIDE = re.compile("client|admin|user|external agent|anyone")
 """In a route: a sender or receiver that is not a process of the pool."""
 _NOTATION = """\
 `text[]` is a list of texts, `map[int]` a map from texts to integers; bounds of texts, lists and \

@@ -135,14 +135,11 @@ from tinkermq.schemas.user import (
     AuditList,
     AuditRecord,
     AuditRequest,
-    Invitation,
-    Invite,
     JobKeyRequest,
     ListUsers,
     NameUser,
     NewKey,
     QuotaReply,
-    Register,
     RotateKey,
     SetQuota,
     UserList,
@@ -216,8 +213,7 @@ def _scheduler(
 
 
 def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
-    caller = "invited" if who == "invited" else "<u>"
-    subject = subjects.rpc(caller, "users", method)
+    subject = subjects.rpc("<u>", "users", method)
     return Topic(subject, "request", message, reply, f"{who} → auth service")
 
 
@@ -265,10 +261,8 @@ TOPICS: tuple[Topic, ...] = (
     _users("rotate", RotateKey, NewKey, "admin, user"),
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
-    _users("invite", Invite, NewKey),
     _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
-    _users("register", Register, NewKey, "invited"),
     Topic(
         subjects.rpc("node", "keys", "job"),
         "request",
@@ -589,13 +583,6 @@ STORES: tuple[Store, ...] = (
         "bucket",
         "`user.<u>`",
         UserRecord,
-        "for good",
-    ),
-    Store(
-        subjects.BUCKET_USERS,
-        "bucket",
-        "`invitation.<id>`",
-        Invitation,
         "for good",
     ),
     Store(

@@ -216,9 +216,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("user rotate", "admin:rotate", "Replace a user's key."),
         _Command("user revoke", "admin:revoke", "Revoke a user's key and close the connections."),
         _Command("user quota", "admin:quota", "Change a user's quota."),
-        _Command("user invite", "admin:invite", "Create an invitation to register."),
         _Command("user audit", "admin:audit", "Print the audit log of users."),
-        _Command("register", "admin:register", "Register with an invitation."),
     ],
     "Writing your own": [
         _Command("config show", "config:show", "Print the effective configuration."),

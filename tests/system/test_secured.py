@@ -145,8 +145,7 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     denied = operator.run("user", "list", key="ada")
     assert denied.code != 0
     assert "may not do this" in denied.err
-    code = operator.told("user", "invite", key="root")["code"]
-    told = operator.told("register", "cleo", TINKERMQ_INVITATION=code)
+    told = operator.told("user", "add", "cleo", key="root")
     operator.keys["cleo"] = told["api_key"]
     assert operator.told("ps", key="cleo") == []
     old = operator.keys["cleo"]

@@ -241,7 +241,7 @@ async def test_a_wait_for_a_session_has_an_end():
 
 async def test_a_session_that_another_gives_back_is_taken():
     with serving(Behaviour(max_sessions=1)) as (url,):
-        async with playing(url) as (runner, _), playing(url, port=1) as (other, _):
+        async with playing(url) as (runner, _), playing(url, copies=2) as (other, _):
             await opened(runner, "a")
             waiting = asyncio.ensure_future(opened(other, "b"))
             await asyncio.sleep(0.2)
