@@ -10,8 +10,6 @@ class TrackingConfigDict(TypedDict, total=False):
     """Log a table of episodes (messages, reward, version) every N steps; 0: never."""
     max_episodes: int
     """Episodes per table."""
-    checkpoints: bool
-    """Upload each checkpoint as an artifact (wandb, MLflow)."""
 
 class ModelConfigDict(TypedDict, total=False):
     path: str
