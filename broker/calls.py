@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..schemas.job import SecretName
     from ..schemas.machines import MachineList
     from ..schemas.node import DamagedRecords, NodeStatus
-    from ..schemas.tinker.operation import ModelInfo, TrainerOffer
+    from ..schemas.tinker.operation import TrainerOffer
     from ..schemas.user import QuotaReply
 
 
@@ -317,16 +317,6 @@ class SchedulerCalls:
         from ..schemas.tinker.operation import TrainerOffers
 
         return (await self._call_scheduler("trainers", Empty(), TrainerOffers)).offers
-
-    async def take_checkpoint(self, path: str) -> "ModelInfo":
-        """Let programs written for Tinker load `tinker://RUN@STEP`; return its contents.
-
-        Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
-        """
-        from ..schemas.tinker.checkpoints import TakeCheckpoint
-        from ..schemas.tinker.operation import ModelInfo
-
-        return await self._call_scheduler("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> "DamagedRecords":
         """Return the user's unreadable records, or those of the whole pool for admins."""

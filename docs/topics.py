@@ -106,7 +106,6 @@ from tinkermq.schemas.tinker.checkpoints import (
     RunPage,
     SessionPage,
     SessionState,
-    TakeCheckpoint,
     TellSession,
     TinkerCheckpoint,
 )
@@ -231,7 +230,6 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("list", ListRequest, JobList),
     _scheduler("quota", Empty, QuotaReply),
     _scheduler("trainers", Empty, TrainerOffers),
-    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo, "gateway"),
     _scheduler("tinker-usage", TrainerUsage, TenantShares, "trainer, sampler"),
     _scheduler("weights-room", WeightsRoom, WeightsBound, "learner"),
     _scheduler("stop", StopRequest, JobReply),
