@@ -80,14 +80,13 @@ from tinkermq.schemas.metric import (
 )
 from tinkermq.schemas.node import (
     DamagedRecords,
-    GameCheckRequest,
     InspectQuestion,
+    InspectRequest,
     LookQuestion,
     ModelQuestion,
     NodeList,
     NodeStatus,
     NodeSync,
-    PlayQuestion,
     RemoveRun,
     SchedulerLease,
 )
@@ -224,7 +223,7 @@ def _tinker(method: str, message: type[Message], reply: type[Message], to: str) 
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
     _scheduler("try", SubmitRequest, CheckReply),
-    _scheduler("check_game", GameCheckRequest, CheckReply),
+    _scheduler("inspect", InspectRequest, CheckReply),
     _scheduler("configure", ConfigureRequest, JobReply),
     _scheduler("get", JobRequest, JobReply),
     _scheduler("list", ListRequest, JobList),
@@ -276,7 +275,6 @@ TOPICS: tuple[Topic, ...] = (
         subjects.node("<node>", "model"), "request", ModelQuestion, CheckReply, "scheduler → node"
     ),
     Topic(subjects.node("<node>", "look"), "request", LookQuestion, CheckReply, "scheduler → node"),
-    Topic(subjects.node("<node>", "play"), "request", PlayQuestion, CheckReply, "scheduler → node"),
     Topic(
         subjects.node("<node>", "inspect"),
         "request",

@@ -40,7 +40,7 @@ from ...schemas.job import (
 from ...schemas.machines import MachinesConfig
 from ...schemas.node import (
     DamagedRecords,
-    GameCheckRequest,
+    InspectRequest,
     NodeList,
     NodeStatus,
     some_names,
@@ -221,7 +221,7 @@ class _SchedulerRequests:
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("try", SubmitRequest, dry_runs.try_out),
-            ("check_game", GameCheckRequest, dry_runs.check_on_node),
+            ("inspect", InspectRequest, dry_runs.inspect_model),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),

@@ -206,19 +206,6 @@ async def test_programs_of_a_user_see_nothing_of_the_pool(
     await broker.close()
 
 
-async def test_a_game_that_a_node_tries_runs_in_the_sandbox_of_hosted_ones(
-    operator: Operator, tmp_path: Path
-) -> None:
-    (tmp_path / "runs").mkdir()
-    pattern = f"pattern={tmp_path}/*".replace("/", "|").replace("=|", "=")
-    for words in ((), ("--on-node",)):
-        game = ("env", "check", "tests.support.games:TellingSnoop", pattern)
-        told = operator.run(*game, *words, "--json", key="bob")
-        assert told.code == 1, told.err
-        failed = [one for one in json.loads(told.out)["checks"] if not one["ok"]]
-        assert (": 0 came off" in failed[0]["detail"]) == bool(words), failed
-
-
 @pytest.mark.parametrize("own", [False, True], ids=["plain", "ranks and own loss"])
 async def test_two_users_train_and_neither_reaches_the_others_job(
     operator: Operator, model: Path, tmp_path: Path, own: bool
