@@ -2,8 +2,16 @@
 # enough. What was installed is remembered in .venv/*.stamp and done again when pyproject.toml
 # changes.
 
+# Another Python than that of .venv has an environment of its own: `make test PYTHON=python3.13`.
+# pyenv's python3.13 runs only where it is chosen; then the one that it installed is taken.
 PYTHON ?= python3
-VENV := .venv
+ifneq ($(PYTHON),python3)
+override PYTHON := $(shell $(PYTHON) -c "" 2>/dev/null && echo $(PYTHON) || \
+  ls $(HOME)/.pyenv/versions/*/bin/$(PYTHON) 2>/dev/null | tail -1 | grep . || echo $(PYTHON))
+OTHER := $(shell test ! -x .venv/bin/python || \
+  test "$$(.venv/bin/python -V)" = "$$($(PYTHON) -V 2>&1)" || echo -$(notdir $(PYTHON)))
+endif
+VENV := .venv$(OTHER)
 BIN := $(VENV)/bin
 # -qq: errors only; warnings about package indexes help nobody here
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
@@ -12,7 +20,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-real venv programs test test-rest test-again test-install test-all test-gpu test-long test-vllm test-vllm-engine \
+.PHONY: help quickstart quickstart-real venv programs test test-rest test-again test-second test-install test-all test-gpu test-long test-vllm test-vllm-engine \
   test-vllm-stack extras test-openenv ray test-ray agents test-agents tinker test-tinker locks resolve-gpu sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
@@ -35,11 +43,31 @@ test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in ab
 
 # For CI: a test that failed beside others and passes alone is named, and does not refuse a change.
 # It is a fault all the same, of the test or of the product. More than three are a fault of the change.
-FAILED = import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")
+# It fails if the last run of pytest did not come to its end.
+CACHE := .pytest_cache/v/cache/lastfailed
 test-again: $(VENV)/dev.stamp  ## Run again, alone, the up to three tests that failed last
-	@$(BIN)/python -c '$(FAILED)' > .pytest_cache/again && test $$(wc -l < .pytest_cache/again) -le 3
+	@test "$$(cat .pytest_cache/v/tinkermq/exit_status)" = 1
+	@$(BIN)/python -c 'import json; print(*json.load(open("$(CACHE)")), sep="\n")' > .pytest_cache/again
+	@test $$(wc -l < .pytest_cache/again) -le 3
 	@echo "UNSTABLE unless they fail again; mend them:" && cat .pytest_cache/again
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "full or not full"
+
+# What needs no torch, on a second Python of this machine: a minute, most of it the installation.
+SECOND = $(firstword $(foreach one,python3.13 python3.12,$(shell $(one) -c "" 2>/dev/null && echo $(one) || \
+  ls $(HOME)/.pyenv/versions/*/bin/$(one) 2>/dev/null | tail -1)))
+test-second:  ## Import all that needs no torch, and run the tests of schemas, on a newer Python
+	@test -n "$(SECOND)" || echo "no python3.13 and no python3.12 here: only $$($(PYTHON) -V) was tested"
+	@test -z "$(SECOND)" || $(MAKE) --no-print-directory .venv-second/second.stamp
+	test -z "$(SECOND)" || { .venv-second/bin/python tests/support/imports.py && \
+	  OMP_NUM_THREADS=1 .venv-second/bin/python -m pytest -q -p no:cacheprovider --confcutdir tests/schemas \
+	    tests/schemas; }
+
+.venv-second/second.stamp: pyproject.toml
+	@$(SECOND) -m venv --clear .venv-second
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-second/bin/python -m pip -qq install -e \
+	  '.[agents,gateway,kubernetes,math,notify,openenv,otel,storage,vision]' \
+	  hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
 
 test-install: $(VENV)/dev.stamp  ## Install every extra alone, as users do, and try what it promises
 	$(BIN)/python -m pytest -m install tests/deploy/test_extras.py
@@ -216,7 +244,7 @@ lint: $(VENV)/dev.stamp  ## Run ruff, pyright, import-linter and the list of old
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-	$(BIN)/lint-imports --no-logo
+	PYTHONPATH=typings $(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.support.old_words
 	$(BIN)/python -m tests.support.code_size
 

@@ -42,6 +42,7 @@ from ..schemas.job import JobRecord
 from ..schemas.local.process import notifying_systemd
 from ..schemas.local.proxies import keep_proxies_out
 from ..schemas.metric import Event, Presence
+from ..schemas.version import VERSION
 from ..schemas.wire.errors import (
     NotFoundError,
     RewoundError,
@@ -388,6 +389,7 @@ def _presence(role: str, name: str) -> Presence:
         role=role,
         host=socket.gethostname(),
         pid=os.getpid(),
+        release=VERSION,
         state="starting",
         time=time.time(),
     )

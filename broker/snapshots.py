@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..schemas.version import VERSION
 from ..schemas.wire.errors import BrokerError, NotFoundError, StateError, StorageError
 from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
 from .client.connection import Broker, Msg
@@ -27,6 +28,7 @@ from .jetstream.streams import StreamConfig, delete_stream, num_replicas, stream
 
 MANIFEST = "backup.json"
 CHUNK_BYTES = 512 * 1024
+_FORMAT = 1
 _OURS = re.compile(r"^(KV_|OBJ_)?tmq-")
 _PASSING = frozenset(f"KV_{bucket}" for bucket in (BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES))
 _ORDER = {"task": 0, "batch": 1, "rollout": 3}
@@ -61,7 +63,11 @@ async def save_all(broker: Broker, folder: Path) -> list[Saved]:
         for name in sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name)):
             with contextlib.suppress(NotFoundError):  # its job was deleted or archived meanwhile
                 saved.append(await _save(broker, name, folder))
-        manifest = {"format": 1, "time": time.time(), "streams": [stream.name for stream in saved]}
+        manifest = {
+            "format": _FORMAT,
+            "time": time.time(),
+            "streams": [stream.name for stream in saved],
+        }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -75,7 +81,14 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
     atomically. Raises StateError when a stream has other contents or nothing is missing,
     StorageError if the folder does not hold a backup, BrokerError.
     """
-    names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
+    manifest = _read(folder, MANIFEST, "streams")
+    if manifest.get("format") != _FORMAT:
+        raise StorageError(
+            f"{folder} is a back-up of format {manifest.get('format')!r}, and tinkermq {VERSION} "
+            f"reads {_FORMAT}",
+            hint="restore it with the release that wrote it (docs/stability.md)",
+        )
+    names: list[str] = manifest["streams"]
     present = {stream["config"]["name"]: stream["state"] for stream in await _streams(broker)}
     held = [name for name in names if name in present and int(present[name]["messages"])]
     others = [name for name in held if not _is_restored(folder, name, present[name])]

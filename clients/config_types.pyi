@@ -565,7 +565,7 @@ class WeightsConfigDict(TypedDict, total=False):
 
 class StorageConfigDict(TypedDict, total=False):
     url: str | None
-    """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or `broker:` for the broker), so that a learner on another machine can continue ([without a shared disk](no-shared-disk.md))."""
+    """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or `broker:` for the broker), so that a learner on another machine can continue ([without a shared disk](clusters.md#without-a-shared-disk))."""
 
 class LimitsConfigDict(TypedDict, total=False):
     task_bytes: int

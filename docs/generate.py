@@ -1,6 +1,6 @@
-"""Write docs/messages.md and docs/configuration.md from the schemas.
+"""Write docs/messages.md, docs/configuration.md and the files for programs from the schemas.
 
-`python -m docs.generate [FOLDER]` writes both pages; a test compares the committed ones
+`python -m docs.generate [FOLDER]` writes them; a test compares the committed ones
 with what this module makes. All text about a message or a key comes from the docstring below it.
 """
 
@@ -10,7 +10,6 @@ import pkgutil
 import re
 import sys
 import types
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard, cast, get_args
@@ -30,23 +29,25 @@ from tinkermq.schemas.wire.field_text import default_text, type_text
 from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message, Request
 from tinkermq.schemas.wire.subjects import PREFIX, acting
 
+from docs.machine_files import (
+    OUTSIDE,
+    SCHEMAS,
+    as_text,
+    asyncapi,
+    json_schemas,
+    llms_txt,
+)
 from docs.topics import STORES, TOPICS
 
 _WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this page. -->"
-_COMMON = 3
-"""Messages that must declare a key alike before it is explained once for all."""
-_EMPTY = {"`null`", "`false`", "`0`", "`0.0`", '`""`', "`b''`", "`[]`", "`{}`", ""}
-"""Defaults of messages' keys that are not shown."""
-_OUTSIDE = re.compile("client|admin|user|external agent|anyone")
-"""In a route: a sender or receiver that is not a process of the pool."""
 _NOTATION = """\
 `text[]` is a list of texts, `map[int]` a map from texts to integers; bounds of texts, lists and \
 maps are those of their length."""
-"""How both pages show types."""
+"""How the page shows types."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both pages into a folder (default: docs); return the exit code."""
+    """Write all of them into a folder (default: docs); return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     folder = Path(words[0] if words else "docs")
     for name, text in pages().items():
@@ -55,27 +56,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every generated page, by file name."""
-    return {"messages.md": messages_page(), "configuration.md": configuration_page()}
+    """Return the text of every generated page and file, by file name."""
+    return {
+        "messages.md": messages_page(),
+        "configuration.md": configuration_page(),
+        SCHEMAS: as_text(json_schemas(public_messages())),
+        "asyncapi.json": as_text(asyncapi()),
+        "llms.txt": llms_txt(),
+    }
 
 
 # -- docs/messages.md ----------------------------------------------------------------------------
 
 
 def messages_page() -> str:
-    """Return the reference of subjects, stores, messages and errors."""
+    """Return the reference of encoding, subjects, stores and errors."""
     shown = public_messages()
-    modules = [
-        (title, [model for model in models if model in shown])
-        for title, models in message_modules()
-    ]
-    common = _common_keys([model for _, models in modules for model in models])
     parts = [
         "# Messages",
         _WRITTEN.format(source="`schemas/`"),
-        "For those who read or write the pool's messages with tools of their own. A message named "
-        "without a link goes only from one process of the pool to another; its class in "
-        "`schemas/` explains its keys.",
+        "For those who read or write the pool's messages with tools of their own. The keys of the "
+        f"messages that others than the pool's processes see are in [{SCHEMAS}]({SCHEMAS}) (JSON "
+        "Schema), and their subjects also in [asyncapi.json](asyncapi.json). A message in italics "
+        "goes only from one process of the pool to another; its class in `schemas/` explains it.",
         _encoding(),
         "## Subjects",
         f"`<u>` is the user, `<j>` the job id, `<n>` a task number, `<e>` an episode id. A request "
@@ -87,25 +90,11 @@ def messages_page() -> str:
         "## Streams and buckets",
         "Each job has its own stores with `<u>` and `<j>` in the name. All jobs share the others.",
         _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows(shown)),
-        "## Common keys",
-        "These keys mean the same in every message that lists their names without a type.",
-        "\n".join(common.values()),
+        "## Error codes",
+        "With the class that is raised at the caller:",
+        _error_codes(),
     ]
-    for title, models in modules:
-        if models:
-            parts.append(f"## {title}")
-            parts += [_message(model, common) for model in models]
-    return (
-        "\n\n".join(
-            [
-                *parts,
-                "## Error codes",
-                "With the class that is raised at the caller:",
-                _error_codes(),
-            ]
-        )
-        + "\n"
-    )
+    return "\n\n".join(parts) + "\n"
 
 
 def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
@@ -126,12 +115,14 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
 
 
 def public_messages() -> set[type[Message]]:
-    """Return the messages that others than the pool's processes see.
+    """Return the messages that others than the pool's processes see, with their parts."""
+    topics = [topic for topic in TOPICS if OUTSIDE.search(topic.route)]
+    return _with_parts([topic.message for topic in topics] + [topic.reply for topic in topics])
 
-    What these extend and hold is included.
-    """
-    topics = [topic for topic in TOPICS if _OUTSIDE.search(topic.route)]
-    waiting = [topic.message for topic in topics] + [topic.reply for topic in topics]
+
+def _with_parts(models: Sequence[type[Message] | None]) -> set[type[Message]]:
+    """Return messages with all that they extend and hold."""
+    waiting = list(models)
     found: set[type[Message]] = set()
     while waiting:
         model = waiting.pop()
@@ -165,14 +156,12 @@ def _is_message(value: object, module: types.ModuleType) -> bool:
 def _encoding() -> str:
     longest = f"{codec.MAX_CONTAINER_LENGTH:,}"
     return f"""\
-Every payload is a msgpack map with the keys below and `v`, the schema version (now
+Every payload is a msgpack map with its message's keys and `v`, the schema version (now
 {SCHEMA_VERSION}). Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints
 a payload: `nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
 
-Parentheses hold a key's type and bounds. {_NOTATION} A key with `?` may be left out: then it has
-the default in the parentheses, else null if its type allows it, else the empty value of its type
-(`0`, `false`, `""`, `[]`, `{{}}`). Null and empty values mean none, unless the text says otherwise.
-Times are floats, in seconds since the epoch.
+A key with a default may be left out. Null and empty values mean none, unless the text says
+otherwise. Times are floats, in seconds since the epoch.
 
 A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian throughout:
 
@@ -185,7 +174,8 @@ A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian
 | the rest | the elements, row major |
 
 A payload has at most {codec.MAX_MESSAGE_BYTES // 2**20} MiB, a list or map at most {longest}
-entries. A request that breaks a rule gets an [ErrorReply](#errorreply)."""
+entries. A request that breaks a rule, or fails, gets an ErrorReply: `code` ([below](#error-codes)),
+`message` and `hint`."""
 
 
 def _dtypes() -> str:
@@ -212,43 +202,10 @@ def _store_rows(shown: set[type[Message]]) -> list[tuple[str, ...]]:
 
 
 def _link(model: type[Message] | None, shown: set[type[Message]]) -> str:
-    """Return the name of a message, with a link if the page has its keys."""
+    """Return the name of a message: in italics if only processes of the pool see it."""
     if model is None:
         return ""
-    name = model.__name__
-    return f"[{name}](#{name.lower()})" if model in shown else f"`{name}`"
-
-
-def _message(model: type[Message], common: dict[str, str]) -> str:
-    """Return the section of one message: its own keys; those that need no text share a line."""
-    lines = {name: _message_key(model, name) for name in _own_keys(model)}
-    plain = [line.removeprefix("- ") for line in lines.values() if "): " not in line]
-    shared = [f"`{name}`" for name, line in lines.items() if common.get(name) == line]
-    parts = [line for name, line in lines.items() if "): " in line and common.get(name) != line]
-    if plain or shared:
-        parts.append(f"- {', '.join(plain + shared)}")
-    about = _unwrap(inspect.getdoc(model) or "")
-    base = model.__base__
-    if base is not None and base not in (Message, Request):
-        about += f" Extends [{base.__name__}](#{base.__name__.lower()})."
-    return "\n\n".join([f"### {model.__name__}", about, *(["\n".join(parts)] if parts else [])])
-
-
-def _own_keys(model: type[BaseModel]) -> list[str]:
-    """Return the fields that a model declares itself."""
-    return [name for name in model.model_fields if name in model.__annotations__]
-
-
-def _common_keys(models: Sequence[type[Message]]) -> dict[str, str]:
-    """Return the keys that at least `_COMMON` messages declare alike, with their lines."""
-    counts = Counter(
-        (name, _message_key(model, name)) for model in models for name in _own_keys(model)
-    )
-    often: dict[str, str] = {}
-    for (name, line), count in counts.most_common():
-        if count >= _COMMON and "): " in line:
-            often.setdefault(name, line)
-    return dict(sorted(often.items()))
+    return f"`{model.__name__}`" if model in shown else f"*{model.__name__}*"
 
 
 def _error_codes() -> str:
@@ -330,17 +287,6 @@ def is_section(field: FieldInfo) -> bool:
 
 
 # -- fields --------------------------------------------------------------------------------------
-
-
-def _message_key(model: type[BaseModel], name: str) -> str:
-    """Return the line of a message's key: `?` if optional, type, default unless empty, text."""
-    field = model.model_fields[name]
-    kind, text = _kind_and_text(model, name)
-    kind = kind.replace(" or null", "|null")
-    default = default_text(field)
-    if field.is_required():
-        return _line(name, kind, text)
-    return _line(f"{name}?", kind if default in _EMPTY else f"{kind}, {default}", text)
 
 
 def _config_key(model: type[BaseModel], name: str) -> str:

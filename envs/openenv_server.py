@@ -20,7 +20,6 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
@@ -38,6 +37,7 @@ from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
 from ..schemas.http_server import listening_socket
 from ..schemas.tool_calls import CLOSE, OPEN
+from ..schemas.version import VERSION
 from ..schemas.wire.errors import (
     ConfigError,
     NotFoundError,
@@ -350,7 +350,7 @@ class ServedEnvironment(interfaces.Environment):
         return types.EnvironmentMetadata(
             name=self._game.name,
             description=self._game.description,
-            version=version("tinkermq"),
+            version=VERSION,
         )
 
     def reset(

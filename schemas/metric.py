@@ -129,6 +129,8 @@ class Presence(Message):
     """learner, generator, evaluator, environment, scheduler or node."""
     host: str
     pid: int
+    release: str = ""
+    """tinkermq's version in its process; empty: older than 0.1.0."""
     state: str
     waits_for: str = ""
     """Name of its current wait, and the other side."""

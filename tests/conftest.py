@@ -51,6 +51,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), 0))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Forget how the last session ended; `make test-again` asks."""
+    _remember_end(session.config, None)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember that all tests ran, and some failed, for `make test-again`."""
+    _remember_end(session.config, int(exitstatus))
+
+
+def _remember_end(config: pytest.Config, status: int | None) -> None:
+    cache: pytest.Cache | None = getattr(config, "cache", None)  # `-p no:cacheprovider`: none
+    if cache is not None and not hasattr(config, "workerinput"):
+        cache.set("tinkermq/exit_status", status)
+
+
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """One server for all tests of the session; a test that kills takes `own_server`."""

@@ -6,21 +6,24 @@ Its commands are those of `test_docs_commands.py`.
 import ast
 import asyncio
 import importlib.util
+import json
 import re
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from PIL import Image, ImageSequence
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.job import JobList, JobSecrets, ListRequest
+from tinkermq.schemas.job import JobList, JobRequest, JobSecrets, ListRequest
 from tinkermq.schemas.machines import machines_config
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
+from docs.machine_files import SCHEMAS
 from docs.recordings import MAX_FILE_BYTES
 from docs.topics import STORES, TOPICS
 from docs.typed_config import TARGET, typed_config
@@ -50,6 +53,29 @@ def test_the_committed_pages_are_what_the_schemas_say() -> None:
     generated = pages()
     committed = {name: (ROOT / "docs" / name).read_text() for name in generated}
     assert committed == generated, "run `make docs`"
+
+
+def test_the_schemas_are_valid_and_the_asyncapi_file_refers_to_what_exists() -> None:
+    folder = ROOT / "docs"
+    schemas = json.loads((folder / SCHEMAS).read_text())
+    Draft202012Validator.check_schema(schemas)
+    document = json.loads((folder / "asyncapi.json").read_text())
+    referred = re.findall(r'"\$ref": "([^"]*)"', json.dumps([document, schemas]))
+    assert referred
+    for target in referred:
+        file, _, path = target.partition("#/")
+        place = schemas if file or path.startswith("$defs/") else document
+        for part in path.split("/"):
+            place = place[part]
+    channels = document["channels"]
+    assert document["asyncapi"] == "3.0.0"
+    assert set(document["operations"]) < set(channels)
+    for channel in channels.values():
+        named = set(re.findall(r"{(\w+)}", channel["address"] or ""))
+        assert named == set(channel.get("parameters", {}))
+    job = {"$ref": "#/$defs/JobRequest", "$defs": schemas["$defs"]}
+    assert Draft202012Validator(job).is_valid(JobRequest(job="a").model_dump())
+    assert not Draft202012Validator(job).is_valid({"job": 1})
 
 
 def test_the_committed_types_of_the_configuration_are_what_the_schema_says() -> None:

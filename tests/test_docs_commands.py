@@ -46,7 +46,20 @@ MAKEFILES = (ROOT / "Makefile", ROOT / "clients" / "new_game" / "common" / "Make
 OURS = {"tinkermq", "make", "python", "python3", "pip", "pytest", "curl", "nats"}
 OTHERS = {
     *("export", "source", "cd", "for", "done", "printf", "cat", "head", "cut", "sed", "mkdir"),
-    *("grep", "cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
+    *(
+        "git",
+        "pyright",
+        "ruff",
+        "grep",
+        "cp",
+        "install",
+        "chown",
+        "chgrp",
+        "chmod",
+        "rsync",
+        "openssl",
+        "apt-get",
+    ),
     *(
         "systemctl",
         "systemd-sysusers",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.broker.client.rpc import VERSION
+import tinkermq
 
 from tests.support.waiting import PATIENCE_S
-from tests.support.wheel import ROOMS, build_wheel
+from tests.support.wheel import PACKAGE, ROOMS, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -76,7 +76,8 @@ def test_the_packages_in_pyproject_are_the_folders_on_disk() -> None:
     setuptools = pyproject()["tool"]["setuptools"]
     folders = {short(path.parent) for path in modules(*ROOMS)}
     assert setuptools["package-dir"] == {
-        "tinkermq." + folder.replace("/", "."): folder for folder in folders
+        "tinkermq": PACKAGE,
+        **{"tinkermq." + folder.replace("/", "."): folder for folder in folders},
     }
     assert set(setuptools["packages"]) == set(setuptools["package-dir"])
 
@@ -89,16 +90,36 @@ def test_every_folder_of_a_room_has_an_init() -> None:
 def test_there_is_no_tinkermq_folder_and_the_type_checker_finds_the_rooms() -> None:
     assert not (ROOT / "tinkermq").exists()
     links = {path.name: path.resolve() for path in (ROOT / "typings" / "tinkermq").iterdir()}
-    assert links == {room: ROOT / room for room in ROOMS}
+    package = {"__init__.py": ROOT / PACKAGE / "__init__.py"}
+    assert links == {**package, **{room: ROOT / room for room in ROOMS}}
 
 
 def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
     with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
         names = archive.namelist()
-        entry_points = archive.read(next(name for name in names if "entry_points" in name))
+        entry_points, metadata = (
+            archive.read(next(name for name in names if name.endswith(f".dist-info/{file}")))
+            for file in ("entry_points.txt", "METADATA")
+        )
     code = {name for name in names if ".dist-info/" not in name}
-    assert code == {f"tinkermq/{short(path)}" for path in [*modules(*ROOMS), *shipped_files()]}
+    ours = {f"tinkermq/{short(path)}" for path in [*modules(*ROOMS), *shipped_files()]}
+    assert code == {*ours, "tinkermq/__init__.py", "tinkermq/py.typed"}
     assert b"tinkermq = tinkermq.clients.cli:main" in entry_points
+    assert not dead_links(metadata.decode())
+
+
+def dead_links(description: str) -> list[str]:
+    """Return the links that a package index could not follow: relative ones, and into no file."""
+    project = pyproject()["project"]
+    release = rf"{project['urls']['Repository']}/(?:blob|raw)/v{project['version']}/([^#]*)"
+    links = re.findall(r'(?:\]\(|src="|href=")([^)"\s]+)', description)
+    assert links
+    own = {link: re.match(release, link) for link in links}
+    return [
+        link
+        for link, ours in own.items()
+        if not (link.startswith("https://") if ours is None else (ROOT / ours[1]).is_file())
+    ]
 
 
 def shipped_files() -> list[Path]:
@@ -107,8 +128,7 @@ def shipped_files() -> list[Path]:
     places += [ROOT / "clients" / f"new_{what}" for what in ("game", "agent", "environment")]
     places.append(ROOT / "clients" / "cli")
     found = [path for place in places for path in place.rglob("*") if is_data(path)]
-    types = (ROOT / "clients").glob("*.pyi")
-    return [*found, *types, *(ROOT / room / "py.typed" for room in ROOMS)]
+    return [*found, *(ROOT / "clients").glob("*.pyi")]
 
 
 def is_data(path: Path) -> bool:
@@ -185,7 +205,7 @@ def test_a_client_starts_without_pyarrow() -> None:
 
 
 def test_the_version_that_services_tell_is_that_of_the_package() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+    assert tinkermq.__version__ == pyproject()["project"]["version"]
 
 
 def test_no_two_public_classes_have_one_name() -> None:

@@ -38,6 +38,7 @@ from ...schemas.http_server import HttpServer, listening_socket
 from ...schemas.job import FINAL_STATES
 from ...schemas.local.process import notifying_systemd
 from ...schemas.metric import Presence
+from ...schemas.version import VERSION
 from ...schemas.wire import errors
 from ...schemas.wire.subjects import SERVICES
 from ..runtime import settle_memory
@@ -46,7 +47,7 @@ from .data.jobs import Query, select
 from .guard import LOOPBACK, Guard
 from .operations import Scheduler
 from .pages import routes as pages
-from .pages.render import STATIC, VERSION, compile_templates, make_templates
+from .pages.render import STATIC, compile_templates, make_templates
 from .programs import ProgramEpisodes, ProgramRequests
 from .rest import description
 from .sessions import LogInError, Sessions, Visitor, asks_for_keys
@@ -395,6 +396,7 @@ def _presence(options: Options, sessions: Sessions) -> Presence:
         role="gateway",
         host=socket.gethostname(),
         pid=os.getpid(),
+        release=VERSION,
         state="working",
         numbers={"visitors": float(sessions.num_visitors)},
         time=time.time(),

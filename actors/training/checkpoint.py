@@ -20,7 +20,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from ...schemas.version import VERSION
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ...schemas.wire.message import summarize
 from ..policy.model_folder import check_reread, save_model, save_plain_weights, unsavable
 from ..policy.policies import policy_folder
 from ..storage import files
@@ -224,8 +226,9 @@ def _read_state(folder: Path) -> LearnerState:
         return LearnerState.model_validate_json(files.read_file(folder, _STATE))
     except ValidationError as error:
         raise StorageError(
-            f"checkpoint {folder} is damaged: {_STATE} cannot be read",
-            hint="use another checkpoint of the run (`RUN@STEP`), or restore the file",
+            f"checkpoint {folder}: tinkermq {VERSION} cannot read {_STATE}: {summarize(error)}",
+            hint="a newer release wrote it, or the file is damaged: update tinkermq, restore the "
+            "file, or use another checkpoint of the run (`RUN@STEP`)",
         ) from error
 
 

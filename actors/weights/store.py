@@ -24,7 +24,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -33,6 +32,7 @@ from ...broker.client.replies import Listening
 from ...broker.jetstream.kv import Bucket, DamagedEntry
 from ...broker.jetstream.objects import CHUNK_BYTES, DigestMismatch, digest_of
 from ...schemas.local.process import finish
+from ...schemas.version import VERSION
 from ...schemas.weights import (
     LATEST,
     Difference,
@@ -133,7 +133,7 @@ of the package report the difference. A test holds payloads of this format."""
 @cache
 def software() -> str:
     """Return this version of tinkermq and its format of published weights."""
-    return f"{package_version('tinkermq')} (weights format {FORMAT})"
+    return f"{VERSION} (weights format {FORMAT})"
 
 
 def room_for(num_versions: int, version_bytes: int) -> int:

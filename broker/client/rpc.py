@@ -27,6 +27,7 @@ from nats.micro.request import Request
 from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig
 
+from ...schemas.version import VERSION
 from ...schemas.wire import errors
 from ...schemas.wire.codec import too_large
 from ...schemas.wire.foreign import ends_this_task
@@ -58,8 +59,6 @@ RUNNING_BYTES = 256 << 20
 always fits.
 """
 INBOXES = "_INBOX"
-VERSION = "0.1.0"
-"""The package's version, as a constant: reading its metadata takes a tenth of an actor's start."""
 _OF_MANY_USERS = f"{PREFIX}.rpc.*."
 _UNUSED = "unused"
 """A token below the subject of a service on which no service listens."""
@@ -404,7 +403,7 @@ async def call(
     except NoResponders:
         raise errors.NobodyAnswersError(
             f"{waiting_for} does not answer on {subject}: no service listens there",
-            hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
+            hint="see whether it runs: `tinkermq doctor`; an older release may lack this call",
         ) from None
     if header(reply, ERROR_CODE):
         raise error_of(reply)

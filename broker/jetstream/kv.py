@@ -21,7 +21,7 @@ from typing import Generic, Self, TypeVar
 import structlog
 from nats.aio.msg import Msg
 
-from ...schemas.wire.errors import ConflictError, MessageError, NotFoundError
+from ...schemas.wire.errors import ConflictError, MessageError, NotFoundError, ReleaseError
 from ...schemas.wire.message import Message
 from ..client.connection import Broker
 from ..client.nats_internals import OPERATION, TTL
@@ -178,9 +178,13 @@ class Bucket(Generic[M]):
     async def items(self, prefix: str = "") -> list[Entry[M]]:
         """Return all entries, or those below the tokens of `prefix`, by key.
 
-        Damaged entries are skipped: one bad key must not hide the rest.
+        Damaged entries are skipped: one bad key must not hide the rest. If there are no others and
+        another release wrote them, the first one's DamagedEntry is raised.
         """
-        return (await self.read_all(prefix))[0]
+        entries, damaged = await self.read_all(prefix)
+        if damaged and not entries and isinstance(damaged[0].__cause__, ReleaseError):
+            raise damaged[0]
+        return entries
 
     async def read_all(self, prefix: str = "") -> tuple[list[Entry[M]], list[DamagedEntry]]:
         """Return all entries, or those below the tokens of `prefix`, and damaged ones; by key.

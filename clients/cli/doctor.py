@@ -27,6 +27,7 @@ from ...schemas.local.folder import temporary_folder
 from ...schemas.machines import MachineList, MachineStatus
 from ...schemas.metric import LOST_STEPS, Presence
 from ...schemas.node import CLOCK_BOUND_S, NodeStatus, differences
+from ...schemas.version import VERSION
 from ...schemas.wire.errors import (
     ConfigError,
     EngineError,
@@ -221,7 +222,7 @@ def _python() -> CheckResult:
 
 
 def _packages() -> CheckResult:
-    versions = [f"tinkermq {package_version('tinkermq')}"]
+    versions = [f"tinkermq {VERSION}"]
     for package in ("torch", "transformers"):
         try:
             versions.append(f"{package} {package_version(package)}")
@@ -311,6 +312,7 @@ async def _check_broker(url: str) -> list[CheckResult]:
             actors = [presence.actor for presence in presences if presence.role == role]
             detail = ", ".join(actors) or f"no {role} sends heartbeats"
             findings.append(finding(role, bool(actors), detail, "" if actors else hint))
+        findings.append(check_releases(presences))
         skew = max((abs(time.time() - presence.time) for presence in presences), default=0.0)
         findings.append(
             finding(
@@ -324,6 +326,17 @@ async def _check_broker(url: str) -> list[CheckResult]:
         if any(presence.role == "scheduler" for presence in presences):
             findings += [await _records(broker), *await _machines(broker)]
         return findings
+
+
+def check_releases(presences: Sequence[Presence]) -> CheckResult:
+    """Compare the releases that the pool's processes run with this client's."""
+    others = [
+        f"{presence.actor} runs {presence.release or 'one before 0.1.0'}"
+        for presence in presences
+        if presence.release != VERSION
+    ]
+    hint = f"this client is tinkermq {VERSION}: install one release on all (docs/stability.md)"
+    return finding_of_problems("releases", others, f"all run tinkermq {VERSION}", hint)
 
 
 async def _machines(broker: Broker) -> list[CheckResult]:
@@ -421,4 +434,5 @@ async def _records(broker: Broker) -> CheckResult:
     if more:
         lines.append(f"and {more} more")
     detail = f"{damaged.total} are ignored: " + "; ".join(lines)
-    return finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")
+    hint = "update what another release wrote, and remove the others: `nats kv del BUCKET KEY`"
+    return finding("records", False, detail, hint)

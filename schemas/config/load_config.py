@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ..version import VERSION
 from ..wire.codec import merged
 from ..wire.errors import ConfigError
 from .job import JobConfig
@@ -518,7 +519,8 @@ def _closest(key: str, prefix: str) -> str:
     if not near:
         last = key.rsplit(".", 1)[-1]
         near = [by_last[name] for name in difflib.get_close_matches(last, list(by_last), n=1)]
-    return f"did you mean {near[0]}?" if near else "see `tinkermq config schema` for all keys"
+    known = f"see `tinkermq config schema` for all keys of tinkermq {VERSION}"
+    return f"did you mean {near[0]}?" if near else known
 
 
 def _explain(problems: Sequence[ErrorDetails]) -> str:

@@ -525,4 +525,4 @@ class StorageConfig(Section):
     url: str | None = Field(default=None, pattern=URL_PATTERN)
     """Also keep checkpoints below this URL (`s3://bucket/prefix`, `gs://`, `file:///folder`, or
     `broker:` for the broker), so that a learner on another machine can continue ([without a shared
-    disk](no-shared-disk.md))."""
+    disk](clusters.md#without-a-shared-disk))."""

@@ -116,6 +116,12 @@ class MessageError(TinkermqError, ValueError):
     status = 400
 
 
+class ReleaseError(MessageError):
+    """A message of a release of tinkermq whose messages have another form."""
+
+    code = "release"
+
+
 class BrokerError(TinkermqError):
     """The broker is unreachable, lacks JetStream, or refused a request."""
 

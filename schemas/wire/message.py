@@ -16,9 +16,10 @@ from pydantic import (
 from pydantic_core import CoreSchema
 from ulid import ULID
 
+from ..version import VERSION
 from .bounds import bounded
 from .codec import MAX_MESSAGE_BYTES, pack, unpack
-from .errors import MessageError, TinkermqError, error_from_reply
+from .errors import MessageError, ReleaseError, TinkermqError, error_from_reply
 from .field_docs import described
 
 SCHEMA_VERSION = 1
@@ -100,11 +101,7 @@ class Message(BaseModel):
         fields = cast("dict[str, Any]", value)
         version = fields.get("v")
         if not isinstance(version, int) or version != SCHEMA_VERSION:
-            raise MessageError(
-                f"{cls.__name__} has schema version {_short.repr(version)}, this actor speaks "
-                f"{SCHEMA_VERSION}",
-                hint="run the same tinkermq release on both sides",
-            )
+            raise _of_another_release(cls.__name__, version)
         try:
             return cls.__pydantic_validator__.validate_python(fields)  # as `model_validate` does
         except ValidationError as error:
@@ -115,6 +112,18 @@ class Message(BaseModel):
             raise MessageError(
                 f"{cls.__name__} is malformed: {type(error).__name__}", hint="see docs/messages.md"
             ) from error
+
+
+def _of_another_release(name: str, version: object) -> MessageError:
+    """Return the error for a message of another schema version: which side is to be updated."""
+    has = f"{name} has schema version {_short.repr(version)}"
+    if not isinstance(version, int):
+        return MessageError(f"{has}, tinkermq {VERSION} reads {SCHEMA_VERSION}")
+    whose, side = ("a newer", "this") if version > SCHEMA_VERSION else ("an older", "the other")
+    return ReleaseError(
+        f"{has}, of {whose} tinkermq; {VERSION} reads {SCHEMA_VERSION}",
+        hint=f"update {side} side (docs/stability.md)",
+    )
 
 
 class Request(Message):

@@ -197,6 +197,9 @@ async def test_messages_keep_their_sequences_and_consumers_their_places(
         assert info["num_pending"] == 1
         with pytest.raises(StateError, match="the broker holds messages in"):
             await restore_all(other, tmp_path / "backup")
+        (tmp_path / "backup" / MANIFEST).write_text('{"format": 2, "streams": []}')
+        with pytest.raises(StorageError, match=r"back-up of format 2, and tinkermq .* reads 1"):
+            await restore_all(other, tmp_path / "backup")
 
 
 async def test_a_restore_that_broke_off_is_repeated_and_brings_what_is_missing(

@@ -12,20 +12,12 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.nats_server import NatsServer
 
+from tests.support import imports
 from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import build_wheel
 
 pytestmark = [pytest.mark.install, pytest.mark.timeout(1800)]
 
-IMPORTS = """
-import importlib, pkgutil, sys
-left_out = set(sys.argv[2].split(","))
-for name in sys.argv[1].split(","):
-    package = importlib.import_module(f"tinkermq.{name}")
-    for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{package.__name__}."):
-        if found.name.removeprefix("tinkermq.") not in left_out:
-            importlib.import_module(found.name)
-"""
 PROMISES = {
     "": ("schemas.wire,schemas.config,schemas.plan,broker,clients,envs.games,envs.running", ""),
     "math": ("envs.math", "from tinkermq.envs.math import *; import math_verify"),
@@ -85,7 +77,7 @@ def test_an_extra_alone_brings_all_that_it_promises(
     programs = installed(wheel, tmp_path / "venv", extra)
     packages, line = PROMISES[extra]
     left_out = "" if extra == "agents" else LEFT_OUT
-    said(programs / "python", "-c", IMPORTS, packages, left_out)
+    said(programs / "python", imports.__file__, packages, left_out)
     said(programs / "python", "-c", line or "pass")
     assert "Usage: tinkermq" in said(programs / "tinkermq", "--help")
     if extra == "gateway":
@@ -117,10 +109,25 @@ def assert_gateway_answers(programs: Path, url: str) -> None:
         gateway.communicate(timeout=PATIENCE_S)
 
 
-def test_an_index_takes_the_metadata(wheel: Path) -> None:
+RENDER = """
+import email, sys
+from readme_renderer.markdown import render
+text = email.message_from_file(open(sys.argv[1])).get_payload()
+page = render(text)
+assert page and "<table>" in page and "<img" in page, page
+assert 'href="docs/' not in page and 'src="docs/' not in page
+"""
+
+
+def test_an_index_takes_the_metadata(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         (name,) = (name for name in files.namelist() if name.endswith("METADATA"))
         metadata = files.read(name).decode()
     needs = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert needs
     assert not [line for line in needs if " @ " in line]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    said(python, "-m", "pip", "-q", "install", "readme_renderer[md]")
+    (tmp_path / "METADATA").write_text(metadata)
+    said(python, "-c", RENDER, tmp_path / "METADATA")

@@ -12,8 +12,9 @@ from pathlib import Path
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
+FIRST = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in FIRST),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SHELLS = {"sh", "bash", "console"}

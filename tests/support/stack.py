@@ -95,7 +95,7 @@ class Stack:
         """Return how a service reaches the broker, and with a node all its actors."""
         return self.server.url
 
-    def start(self, role: str, name: str = "") -> int:
+    def start(self, role: str, name: str = "", variables: Mapping[str, str] | None = None) -> int:
         """Start the scheduler or a node, by default of the role's name; return its process id."""
         name = name or role
         command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.url_for(name)]
@@ -106,7 +106,7 @@ class Stack:
                 if not self._network.has(name):
                     self._network.add(name)
                 command = self._network.on(name, *command)
-        self._processes[name] = self._popen(command, name)
+        self._processes[name] = self._popen(command, name, variables)
         return self._processes[name].pid
 
     def _with_own_files(self, name: str) -> list[str]:
@@ -141,16 +141,18 @@ class Stack:
         """SIGTERM the scheduler or a node."""
         self._processes[role].terminate()
 
-    async def restart(self, role: str) -> None:
-        """Stop the scheduler, the node or nats-server as systemd does, and start it again."""
+    async def restart(
+        self, role: str, name: str = "", variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Stop the scheduler, a node or nats-server as systemd does, and start it again."""
         if role == "nats-server":
             await asyncio.to_thread(self.server.stop)
             self.server.start()
             return
-        process = self._processes[role]
+        process = self._processes[name or role]
         process.terminate()
         await asyncio.to_thread(process.wait, PATIENCE_S)
-        self.start(role)
+        self.start(role, name, variables)
 
     def _popen(
         self, command: list[str], name: str, variables: Mapping[str, str] | None = None

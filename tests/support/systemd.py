@@ -67,6 +67,7 @@ site=opt/tinkermq/lib/$python/site-packages
 mkdir -p $site
 mount -t overlay -o lowerdir={packages},upperdir=opt/upper,workdir=opt/work overlay $site
 mkdir $site/tinkermq
+cp src/package/__init__.py $site/tinkermq
 for room in {rooms}; do
   mkdir $site/tinkermq/$room
   mount --bind src/$room $site/tinkermq/$room

@@ -10,6 +10,8 @@ from tests.support.configs import REPOSITORY
 from tests.support.waiting import PATIENCE_S
 
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
+PACKAGE = "package"
+"""The folder of `tinkermq` itself, above the rooms."""
 _PIP = (sys.executable, "-W", "ignore", "-m", "pip", "-q", "--disable-pip-version-check")
 
 
@@ -17,9 +19,9 @@ def build_wheel(folder: Path) -> Path:
     """Build the wheel below `folder`, from a copy, so that the checkout is left as it is."""
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    for room in ROOMS:
+    for room in (PACKAGE, *ROOMS):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / room, source / room, ignore=ignored)
     _pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))

@@ -9,14 +9,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from ....broker.client.rpc import VERSION
 from ..web import gateway_of
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
 THEMES = ("auto", "light", "dark")
 
-__all__ = ["STATIC", "THEMES", "VERSION", "compile_templates", "make_templates", "render"]
+__all__ = ["STATIC", "THEMES", "compile_templates", "make_templates", "render"]
 
 
 def make_templates() -> Environment:

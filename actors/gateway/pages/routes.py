@@ -20,6 +20,7 @@ from ....broker.presence import list_presences
 from ....schemas.config.load_config import write_yaml
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.local.folder import Folder
+from ....schemas.version import VERSION
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from .. import operations
 from ..data import jobs as logs
@@ -41,7 +42,7 @@ from ..rest import description
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
 from ..tinker.rest import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
-from .render import VERSION, render
+from .render import render
 
 # -- one run, and several compared -----------------------------------------------------------------
 

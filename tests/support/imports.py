@@ -1,0 +1,43 @@
+"""Import every module of some packages of ours, in an environment that may lack others' packages.
+
+`python imports.py [schemas,actors.gateway [clients.cli.agents]]`: the packages, all without any,
+and the modules to leave out. A module that imports what only `tinkermq[worker]` brings is left out
+where torch is not installed.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+
+ROOMS = "schemas,broker,envs,actors,clients"
+WORKER = {"torch", "transformers", "safetensors", "peft", "gguf", "llguidance", "psutil"}
+WORKER |= {"pynvml", "setproctitle", "pyrage"}
+
+
+def import_all(packages: list[str], left_out: set[str]) -> list[str]:
+    """Import all modules below some packages; return those that lack what `worker` brings."""
+    lacking: list[str] = []
+    allowed = WORKER if importlib.util.find_spec("torch") is None else set[str]()
+    names = [f"tinkermq.{name}" for name in packages]
+    while names:
+        name = names.pop()
+        if name.removeprefix("tinkermq.") in left_out:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in allowed:
+                raise
+            lacking.append(name)
+        else:
+            below = pkgutil.iter_modules(getattr(module, "__path__", []), f"{name}.")
+            names += [found.name for found in below if not found.name.endswith(".__main__")]
+    return lacking
+
+
+if __name__ == "__main__":
+    chosen, left_out = [*sys.argv[1:], ROOMS, ""][:2] if sys.argv[1:] else (ROOMS, "")
+    lacking = import_all(chosen.split(","), set(left_out.split(",")))
+    count = sum(name.startswith("tinkermq.") for name in sys.modules)
+    print(f"Python {sys.version.split()[0]}: {count} modules; {len(lacking)} need torch")
