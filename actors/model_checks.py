@@ -21,7 +21,8 @@ from ..schemas.wire.errors import ConfigError, ModelError
 from .model_kind import kind_checks
 from .policy import model_folder
 from .policy.chat import ChatTokenizer, make_chat, open_chat
-from .storage.adapters import base_of, is_adapter
+from .rollout.template_facts import first_prompt, next_turn
+from .storage.adapters import base_of, is_adapter, root_of
 
 ROWS_S = 60.0
 """Seconds for checking the rows of a job's conversations; later rows are not checked."""
@@ -82,7 +83,7 @@ def _check_prompts(
     chat: ChatTokenizer, rollout: RolloutConfig, exchanges: Sequence[Exchange]
 ) -> str:
     """Count the first prompts as a generator makes them, with the schemas of the tools."""
-    lengths = [len(chat.first_prompt(exchange.messages, exchange.tools)) for exchange in exchanges]
+    lengths = [len(first_prompt(chat, exchange.messages, exchange.tools)) for exchange in exchanges]
     _refuse_above_limit("a first prompt", "tokens", max(lengths), "max_prompt_tokens", rollout)
     return f"{min(lengths)} to {max(lengths)} of {rollout.max_prompt_tokens} tokens"
 
@@ -96,8 +97,11 @@ def _check_answers(
     stop = chat.stop_token_ids[0]
     for exchange in exchanges:
         answers = [[*chat.encode_reply(action), stop] for action in exchange.actions]
-        shown = zip(answers, exchange.observations[: len(answers) - 1], strict=False)
-        observed = sum(len(chat.next_turn(ids, messages)) for ids, messages in shown)
+        shown = exchange.observations[: len(answers) - 1]
+        observed = sum(
+            len(next_turn(chat, text, ids, messages, exchange.tools))
+            for text, ids, messages in zip(exchange.actions, answers, shown, strict=False)
+        )
         longest = max(longest, sum(map(len, answers)) + observed)
         longest_turn = max(longest_turn, *map(len, answers))
     _refuse_above_limit("a gold answer", "tokens", longest_turn, "max_turn_tokens", rollout)
@@ -140,7 +144,7 @@ def _check_weights(model: ModelConfig) -> str:
     """Compare the shapes of the stored tensors with those of the configured model."""
     import torch
 
-    path = _base_path(model)
+    path = root_of(model.path)
     model_folder.check_model_folder(path)
     if not Path(path).is_dir():
         return f"{path} is the hub's: not checked"
@@ -183,43 +187,20 @@ def _check_adapter(config: JobConfig) -> str:
 
 def _check_layers(config: JobConfig) -> str:
     """Prepare the model as the learner does, without its weights."""
-    import torch
+    from .training.model import try_layers
 
-    from .policy.experts import RouterReplay
-    from .policy.layers import needs_masks
-    from .training.model import load_model
-    from .training.parallel import check_divisible
-    from .training.varlen import choose_attention
-
-    model, learner = config.model, config.learner.model_copy(update={"compile": False})
-    with torch.device("meta"):
-        built: Any = load_model(model, learner, _base_path(model), hollow=True)
-    if (reason := needs_masks(built)) is not None:
-        device = torch.device("cpu")
-        choose_attention(model.attn_implementation, built.config, device, torch.float32, reason)
-    if learner.context_parallel > 1:
-        check_divisible(built, learner.context_parallel)
-    if config.algorithm.router_replay:
-        RouterReplay(built)
+    try_layers(config)
     return "recomputation, attention, divided rows and replayed routers, as configured"
 
 
 def _check_saving(model: ModelConfig) -> str:
     """Write a checkpoint without weights as a learner does, and read it again."""
     model_folder.check_saving(
-        _base_path(model),
+        root_of(model.path),
         model.tokenizer or model.path,
         trust_remote_code=model.trust_remote_code,
     )
     return "all but the weights was written and read again"
-
-
-def _base_path(model: ModelConfig) -> str:
-    """Return the model's folder, or that of the base below its adapters."""
-    path = model.path
-    while is_adapter(path):
-        path = base_of(path)
-    return path
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..schemas.checks import Check, CheckSkipped
 from ..schemas.config.job import JobConfig
@@ -21,7 +21,7 @@ from ..schemas.plan.model_shape import count_positions
 from ..schemas.wire.errors import ModelError
 from .policy import model_folder
 from .policy.small_copy import make_small_copy
-from .storage.adapters import base_of, is_adapter
+from .storage.adapters import root_of
 
 _KIB = 1 << 10
 _STATE_BYTES = 16
@@ -54,9 +54,7 @@ class _ModelKind:
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
-        self._path = job.model.path
-        while is_adapter(self._path):
-            self._path = base_of(self._path)
+        self._path = root_of(job.model.path)
 
     @cached_property
     def _config(self) -> Any:
@@ -70,9 +68,7 @@ class _ModelKind:
 
     @property
     def _class(self) -> Any:
-        """The class of transformers that generates text; None: it has none."""
-        mapping: Any = model_folder.auto_class(self._config)._model_mapping
-        return mapping.get(type(self._config), None)
+        return model_folder.class_of(self._config)
 
     def family(self) -> str:
         """Return family and class; refuse what neither learner nor engine computes."""
@@ -109,29 +105,19 @@ class _ModelKind:
 
     def learner(self) -> str:
         """Try the learner's probe of packed rows."""
-        import torch
+        from .training.model import try_rows
 
-        from .policy.layers import needs_masks
-        from .training.model import Scorer
-        from .training.varlen import choose_attention, set_attention
-
-        small, cpu = self._small(), torch.device("cpu")
-        reason = needs_masks(small)
-        chosen = choose_attention("auto", small.config, cpu, torch.float32, reason)
-        set_attention(small, chosen, cpu)
-        if Scorer(small, temperature=1.0).one_per_row:
+        if try_rows(self._config):
             return "a row for each sequence, since its recurrent layers go on to the end of a row"
         return "packed rows: many sequences in each, a common prompt once"
 
     def transformers_engine(self) -> str:
         """Try the engine's comparison with a plain pass."""
-        from .engine.transformers.decoder import SlotDecoder, check_layers
+        from .engine.transformers.decoder import try_slots
 
         if self._job.generator.engine != "transformers":
             raise CheckSkipped(f"generator.engine={self._job.generator.engine}")
-        check_layers(self._path, self._config)
-        decoder = SlotDecoder(self._path, self._small("eager"), max_slots=1, max_tokens=64)
-        if decoder.cache.is_recurrent:
+        if try_slots(self._path, self._config).cache.is_recurrent:
             return "takes it: a state of fixed size for each request, beside keys and values"
         return "takes it: keys and values of all tokens"
 
@@ -150,7 +136,7 @@ class _ModelKind:
         """Put an adapter on each layer that a run adapts by default."""
         from .policy.lora import add_adapter, layer_names
 
-        small = self._small()
+        small = make_small_copy(self._config)
         add_adapter(small, LoraConfig(rank=1), seed=0)
         return f"lora.targets=all-linear adapts {', '.join(layer_names(small))}"
 
@@ -191,13 +177,3 @@ class _ModelKind:
             f"{cache.token_bytes(2) / _KIB:.3g} KiB a token"
             + (f", recurrent states {state / _KIB:.4g} KiB a request" if state else "")
         )
-
-    def _small(self, attn_implementation: str | None = None) -> Any:
-        """Return a small copy; CheckSkipped where none is made."""
-        if self._class is None or model_folder.sees_images(self._config):
-            kind = "with code of its own" if self._class is None else "with images"
-            raise CheckSkipped(f"a model {kind} is tried when it is loaded")
-        try:
-            return cast("Any", make_small_copy(self._config, attn_implementation))
-        except ModelError as error:
-            raise CheckSkipped(f"{error.message}: it is tried when it is loaded") from error

@@ -1,6 +1,7 @@
 """Requests to the scheduler, a job's learner and the auth service, for the connection's user."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -28,12 +29,14 @@ from ..schemas.wire.message import Empty, Message, new_id
 from .client.connection import Broker
 from .client.faults import shown_url
 from .client.rpc import call
+from .feed import publish_dead, read_failed
 
 if TYPE_CHECKING:
     from ..schemas.control import ControlReply, ControlRequest
     from ..schemas.job import SecretName
     from ..schemas.machines import MachineList
     from ..schemas.node import DamagedRecords, NodeStatus
+    from ..schemas.task import Decision
     from ..schemas.tinker.operation import TrainerOffer
     from ..schemas.user import QuotaReply
 
@@ -409,6 +412,34 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
     request = ControlRequest(verb="profile", reason="asked for", steps=steps)
     reply = await _control_learner(broker, record, request, "next steps")
     return [str(file) for file in reply.detail["files"]]
+
+
+async def decide_failed(
+    broker: Broker, record: JobRecord, numbers: Sequence[int], decision: "Decision"
+) -> list[int]:
+    """Have failed tasks of a run repeated, or dropped from the list; return their numbers.
+
+    No `numbers`: all of `read_failed`. The decision is stored; a learner issues the tasks again as
+    soon as the staleness gate admits them, or once the run is resumed, each once. Raises
+    NotFoundError for a number that is not in the list.
+    """
+    failed = {letter.task.task: letter for letter in await read_failed(broker, record.scope)}
+    if unknown := [number for number in numbers if number not in failed]:
+        raise errors.NotFoundError(
+            f"task {unknown[0]} of {record.name} is not among those that failed for good",
+            hint=f"`tinkermq failed {record.name}` lists them; decided ones are not listed",
+        )
+    chosen = list(dict.fromkeys(numbers)) or list(failed)
+    for number in chosen:
+        letter = failed[number].model_copy(update={"decision": decision, "time": time.time()})
+        await publish_dead(broker, record.scope, letter)
+    if decision == "repeat" and record.state in _LIVE:
+        from ..schemas.control import ControlRequest
+
+        request = ControlRequest(verb="repeat", reason="asked for")
+        with contextlib.suppress(errors.NobodyAnswersError):  # a learner that starts reads them
+            await _control_learner(broker, record, request, "answer about failed tasks")
+    return chosen
 
 
 _MEMORY_S = 10.0

@@ -106,6 +106,17 @@ async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:
     return await _read_all(broker, scope.stream_dead, scope.dead, DeadLetter)
 
 
+async def read_failed(broker: Broker, scope: JobScope) -> list[DeadLetter]:
+    """Return the tasks that failed for good and about which nothing was decided, by number."""
+    failed: dict[int, DeadLetter] = {}
+    for letter in await read_dead(broker, scope):
+        if letter.decision is not None:
+            failed.pop(letter.task.task, None)
+        elif letter.is_final:
+            failed[letter.task.task] = letter
+    return [letter for _, letter in sorted(failed.items())]
+
+
 async def _read_all(
     broker: Broker, stream: str, subject: str, model: type[M], from_seq: int = 1
 ) -> list[M]:

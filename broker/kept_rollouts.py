@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import structlog
@@ -209,6 +210,10 @@ class RunRollouts:
     def __len__(self) -> int:
         """Return the number of entries, including those that the log lost meanwhile."""
         return sum(len(part) for part in self._parts)
+
+    def all_seqs(self) -> Iterator[int]:
+        """Return all sequences, in order."""
+        return chain(*self._parts)
 
     def before(self, seq: int | None, most: int) -> list[int]:
         """Return the newest sequences below `seq` (None: of all), newest first."""

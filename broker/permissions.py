@@ -84,13 +84,11 @@ def may_store(guest: Guest, subject: str) -> str | None:
         return f"KV_{BUCKET_ACTORS}" if guest.role == "environment" and is_beat else None
     if len(parts) == 5 and parts[:3] == ["$KV", BUCKET_EVALS, guest.user]:
         return f"KV_{BUCKET_EVALS}"
-    own = [*PREFIX.split("."), "job", guest.user]
-    if (
-        len(parts) == 7
-        and parts[:4] == own
-        and parts[5] == "rollout"
-        and _NUMBER.fullmatch(parts[6])
-    ):
+    if parts[:4] != [*PREFIX.split("."), "job", guest.user]:
+        return None
+    if parts[5:] == ["dead"]:  # decisions of the run's owner about failed tasks
+        return JobScope(guest.user, parts[4]).stream_dead
+    if len(parts) == 7 and parts[5] == "rollout" and _NUMBER.fullmatch(parts[6]):
         return JobScope(guest.user, parts[4]).stream_rollout
     return None
 

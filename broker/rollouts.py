@@ -9,6 +9,7 @@ it.
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -411,16 +412,31 @@ class BatchLog:
             records.append((message.seq, record))
         return records
 
+    async def backwards(self, after: int = 0) -> AsyncGenerator[BatchRecord, None]:
+        """Yield the records that hold, newest first, down to a sequence; few are in memory.
+
+        Raises MessageError as `read_all`.
+        """
+        end, before = await self.last_seq(), math.inf
+        while end > after:
+            start = max(end - _RECORDS_BACK, after)
+            for record in reversed(await self.read_some(range(start + 1, end + 1))):
+                if record.step < before:
+                    before = record.step
+                    yield record
+            end = start
+
     async def read_some(self, seqs: Iterable[int]) -> list[BatchRecord]:
         """Return the records at some sequences; missing ones are skipped."""
-        records = [
-            await self._broker.retry(
+        reading = (
+            self._broker.retry(
                 partial(get_seq, self._broker, self._stream, seq),
                 deadline_s=_API_DEADLINE_S,
                 waiting_for=f"the batch records of job {self._scope.job}",
             )
             for seq in seqs
-        ]
+        )
+        records = await asyncio.gather(*reading)
         return [BatchRecord.from_bytes(record.payload) for record in records if record is not None]
 
     async def _messages(self, from_seq: int) -> list[StoredMessage]:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import structlog
@@ -24,6 +25,7 @@ from .pool import Pool
 from .validation import did_you_mean
 
 _AT_ONCE = 64
+_IN_ORDER_AT_ONCE = 8
 _log = structlog.get_logger()
 
 
@@ -107,9 +109,7 @@ async def read_episodes(
     Raises NotFoundError for a step that was not trained.
     """
     step = episode_filter.step
-    if step is not None and step not in step_of.values():
-        trained = f"trained are 1 to {max(step_of.values())}" if step_of else "none is trained yet"
-        raise NotFoundError(f"step {step} is not in the batch log", hint=trained)
+    _check_step(step, step_of)
     episodes: list[LoggedEpisode] = []
     before: int | None = None
     while seqs := rollouts.before(before, _AT_ONCE):
@@ -122,6 +122,32 @@ async def read_episodes(
         if episode_filter.most is not None and len(episodes) >= episode_filter.most:
             break
     return episodes
+
+
+async def episodes_in_order(
+    rollouts: RunRollouts, step_of: Mapping[int, int], episode_filter: EpisodeFilter
+) -> AsyncGenerator[LoggedEpisode, None]:
+    """Yield the episodes of a run that a filter selects, oldest first, with few in memory.
+
+    Raises NotFoundError for a step that was not trained.
+    """
+    step, num_episodes = episode_filter.step, 0
+    _check_step(step, step_of)
+    seqs = (seq for seq in rollouts.all_seqs() if step is None or step_of.get(seq) == step)
+    while chunk := list(islice(seqs, _IN_ORDER_AT_ONCE)):
+        for entry in await asyncio.gather(*map(rollouts.get, chunk)):
+            for episode in _episodes(entry, step_of.get(entry.seq)) if entry is not None else ():
+                if episode_filter.matches(episode):
+                    yield episode
+                    num_episodes += 1
+                if num_episodes == episode_filter.most:
+                    return
+
+
+def _check_step(step: int | None, step_of: Mapping[int, int]) -> None:
+    if step is not None and step not in step_of.values():
+        trained = f"trained are 1 to {max(step_of.values())}" if step_of else "none is trained yet"
+        raise NotFoundError(f"step {step} is not in the batch log", hint=trained)
 
 
 def _episodes(entry: LogEntry, step: int | None) -> Iterator[LoggedEpisode]:

@@ -343,7 +343,7 @@ TOPICS: tuple[Topic, ...] = (
         "nats-server → learner: headers of a stored validation result",
     ),
     _stored(_SCOPE.batch, BatchRecord, "learner → clients, itself after a restart"),
-    _stored(_SCOPE.dead, DeadLetter, "generator → clients"),
+    _stored(_SCOPE.dead, DeadLetter, "generator, clients → clients, learner"),
     _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
     _stored(_SCOPE.event, Event, "any actor → clients"),
     _stored(_SCOPE.trace, StepTrace, "learner → clients"),

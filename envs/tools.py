@@ -131,7 +131,7 @@ class ToolGame(AbstractGame):
             self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         answer = behind_reasoning(action)
         tools = [{"function": function} for function in self._functions.values()]
-        calls = _calls_in(answer, tools)
+        calls = calls_in(answer, tools)
         return ToolTurn(answer.strip(), calls, self.max_result_chars)
 
     def _read(
@@ -238,7 +238,7 @@ def bounded_text(text: str, max_chars: int) -> str:
 # -- calls in a turn, and their arguments ----------------------------------------------------------
 
 
-def _calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall | None]:
+def calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall | None]:
     """Return the calls of a text in their order; None for one that cannot be parsed.
 
     A text without a call in the form of Hermes and Qwen may have calls in another known form.

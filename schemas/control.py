@@ -13,11 +13,20 @@ class ControlRequest(Message):
     """Ask an actor to do something, on `ctl.<actor>`."""
 
     verb: Literal[
-        "pause", "resume", "checkpoint", "profile", "memory", "stop", "hand_over", "status"
+        "pause",
+        "resume",
+        "checkpoint",
+        "repeat",
+        "profile",
+        "memory",
+        "stop",
+        "hand_over",
+        "status",
     ]
-    """checkpoint: write one now; profile: record torch traces of the next steps; memory: report
-    what the process's memory holds; stop: drain and exit; hand_over: exit as on SIGTERM, because
-    the job continues elsewhere; status: report."""
+    """checkpoint: write one now; repeat: read on `dead` which failed tasks to issue again;
+    profile: record torch traces of the next steps; memory: report what the process's memory holds;
+    stop: drain and exit; hand_over: exit as on SIGTERM, because the job continues elsewhere;
+    status: report."""
     reason: str = ""
     steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)
     """Number of steps to trace."""

@@ -74,8 +74,14 @@ class Blame(Message):
         return clean_text(value, MAX_CHARS)
 
 
+Decision = Literal["repeat", "drop"]
+MAX_TRIES = 3
+"""Tries of a task whose groups cannot be trained; the task of a stale group is issued without
+bound."""
+
+
 class DeadLetter(Message):
-    """A task that failed its last try, on `dead`."""
+    """A task that failed its last try, or the decision of its run's owner about it, on `dead`."""
 
     task: Task
     blame: Blame
@@ -84,6 +90,13 @@ class DeadLetter(Message):
     """The generator that gave up."""
     time: float
     """Seconds since the epoch."""
+    decision: Decision | None = None
+    """What the owner decided in this second letter of the task; null: the first letter."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the learner does not issue the task again by itself."""
+        return self.task.tries + 1 >= MAX_TRIES or self.blame.boundary == "task"
 
 
 # Batch records: the groups of each optimiser step, written before the step.

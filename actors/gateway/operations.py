@@ -14,11 +14,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from ...broker.calls import TAKEOVER_S, SchedulerCalls, write_checkpoint
+from ...broker.calls import TAKEOVER_S, SchedulerCalls, decide_failed, write_checkpoint
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import parse_config, parse_yaml, with_overrides
 from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
+from ...schemas.task import Decision
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import AuthError, ConfigError, MessageError
 from ...schemas.wire.field_docs import described
@@ -160,6 +161,15 @@ class LabelBody(Body):
     """Its notes; left out: unchanged."""
 
 
+class FailedBody(Body):
+    """What is decided about tasks that failed for good."""
+
+    decision: Decision
+    """repeat: issue them again, each once; drop: take them off the list."""
+    tasks: list[int] = Field(default_factory=list[int], max_length=10_000)
+    """Their numbers; none: all that are listed."""
+
+
 class EmptyBody(Body):
     """An empty body."""
 
@@ -172,6 +182,7 @@ BODIES: dict[str, type[Body]] = {
     "scale": ScaleBody,
     "priority": PriorityBody,
     "label": LabelBody,
+    "failed": FailedBody,
     "archive": EmptyBody,
     "unarchive": EmptyBody,
     "delete": EmptyBody,
@@ -188,6 +199,10 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
         return await scheduler.priority(job, body.priority)
     if isinstance(body, LabelBody):
         return await scheduler.label(job, tags=body.tags, group=body.group, notes=body.notes)
+    if isinstance(body, FailedBody):
+        record = await scheduler.get(job)
+        await decide_failed(scheduler.broker, record, body.tasks, body.decision)
+        return record
     if action == "checkpoint":
         record = await scheduler.get(job)
         await write_checkpoint(scheduler.broker, record)

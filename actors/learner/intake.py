@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from ...broker.rollouts import LogEntry, RolloutLog
+from ...schemas.number_set import NumberSet
 from ...schemas.rollout import Group, check_group, return_of
 from ...schemas.task import Blame, Dropped, DropReason, Task
 from ...schemas.wire.errors import (
@@ -26,7 +27,7 @@ from ...schemas.wire.errors import (
     RewoundError,
     StorageError,
 )
-from ..training.state import LearnerState, NumberSet
+from ..training.state import LearnerState
 from .data_order import TaskOrder
 from .staleness import Candidate
 from .tasks import Ledger

@@ -14,6 +14,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ...broker.feed import read_dead
 from ...broker.jetstream.kv import Bucket
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
@@ -217,6 +218,7 @@ class Learner:
                 break
             await self._train(self._recorded.entries_of(record), record, is_new=False)
         await self._drop_repeated()
+        await self._repeat_failed()
         self._failures.note_progress()
         await self._request_evaluation()
         settle_memory()
@@ -247,6 +249,12 @@ class Learner:
                 "not trained twice",
                 step=self._state.step,
             )
+
+    async def _repeat_failed(self) -> None:
+        """Issue again, once, the failed tasks whose repetition the run's owner asked for."""
+        for letter in await read_dead(self._context.broker, self._context.scope):
+            if letter.decision == "repeat" and letter.is_final:
+                self._ledger.repeat(letter.task)
 
     # -- issue, take in, choose ----------------------------------------------------------------
 
@@ -551,6 +559,8 @@ class Learner:
             self._wake()
             async with asyncio.timeout(_CONTROL_S):
                 return {"folder": await future}
+        elif request.verb == "repeat":
+            await self._repeat_failed()
         elif request.verb == "profile":
             async with asyncio.timeout(_CONTROL_S):
                 return {"files": await self._compute.tracer.trace_steps(request.steps)}

@@ -16,17 +16,14 @@ from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...schemas.config.job import JobConfig
 from ...schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
+from ...schemas.number_set import NumberSet
 from ...schemas.rollout import Group
-from ...schemas.task import Blame, DropReason, Task
+from ...schemas.task import MAX_TRIES, Blame, DropReason, Task
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.trace import new_trace
-from ..training.state import LearnerState, NumberSet
+from ..training.state import LearnerState
 from .data_order import TaskOrder
 from .staleness import Staleness, min_version, num_admissible, returns_credit
-
-MAX_TRIES = 3
-"""Tries of a task whose groups cannot be trained; the task of a stale group is issued without
-bound."""
 
 
 def is_issued_again(reason: DropReason, tries: int) -> bool:
@@ -66,6 +63,8 @@ class Ledger:
         self._index_of: dict[int, int] = {}
         self._in_log: set[int] = set()
         self._reissued = NumberSet()
+        self._repeated = NumberSet(state.repeated)
+        self._to_repeat: dict[int, Task] = {}
         self._free_numbers: list[int] = []
         self._lost_positions: list[int] = []
         self._recovery_limit = 0
@@ -139,6 +138,8 @@ class Ledger:
                 self._tries.pop(task.reissue_of, None)
             self._client_reissues.pop(task.reissue_of, None)
             self._reissued.add(task.reissue_of)
+            if task.index is None:
+                self._repeated.add(task.reissue_of)
         # No position is issued under a number smaller than the position.
         if task.index is not None and task.index <= number:
             for old in [n for n, at in self._to_reissue.items() if at == task.index and n < number]:
@@ -234,6 +235,30 @@ class Ledger:
             if tries:
                 self._tries[number] = tries
         self._settle(number)
+        if (to_repeat := self._to_repeat.pop(number, None)) is not None:
+            self.repeat(to_repeat)
+        return self._waits_for_issue(number)
+
+    def repeat(self, task: Task) -> None:
+        """Issue a task that failed for good once more, at the request of its run's owner.
+
+        It becomes a new task of the same content outside the data order, like a client's task. A
+        repeated request, or one for a task that was trained or issued again, changes nothing; one
+        for an undecided task holds when the task is dropped.
+        """
+        number = task.task
+        is_elsewhere = number in self._reissued or self._waits_for_issue(number)
+        if number in self.trained or number in self._repeated or is_elsewhere:
+            return
+        if number not in self.dropped:
+            self._to_repeat[number] = task
+            return
+        self._repeated.add(number)
+        self._client_reissues[number] = task.model_copy(
+            update={"index": None, "item": None, "chosen_at": None, "tries": 0}
+        )
+
+    def _waits_for_issue(self, number: int) -> bool:
         return number in self._to_reissue or number in self._client_reissues
 
     def _is_elsewhere(self, number: int) -> bool:
@@ -307,6 +332,7 @@ class Ledger:
         state.next_index = self._next_index
         state.owed = sorted(self._to_reissue.items())
         state.owed_tasks = [task for _, task in sorted(self._client_reissues.items())]
+        state.repeated = self._repeated.ranges()
         state.owed_tries = sorted(
             (owed, n) for owed, n in self._tries.items() if owed in self._to_reissue
         )

@@ -129,7 +129,6 @@ class ChatTokenizer:
         """Cached facts about the template by name, equal at all times."""
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
-        self._proven_tools = set[str]()
         self._token_texts: dict[int, str] = {}
         self._token_bytes: TokenBytes | None = None
         self._marks = marks_of(tokenizer)
@@ -208,15 +207,20 @@ class ChatTokenizer:
         return self.encode_seen(self.render(messages, prompt=True, tools=tools), images)
 
     def first_prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        behind_calls: bool = False,
     ) -> IntVector:
         """Return int32[T]: the conversation so far, tools for it, and the generation prompt.
 
-        Raises ModelError for tools that the template omits, or moves from turn to turn.
+        `behind_calls`: results are rendered with their calls. Raises ModelError for tools that the
+        template omits, or moves from turn to turn.
         """
-        if tools and (tools_key := repr(tools)) not in self._proven_tools:
-            self._check_tools(messages, tools)
-            self._proven_tools.add(tools_key)
+        if tools and (proof := f"tools {tools!r}") not in self.findings:
+            self._check_tools(messages, tools, ("tool", "user")[behind_calls:])
+            self.findings[proof] = True
         named = replace_images(messages, lambda part: sha256(encoded_image(part)).hexdigest())
         return self._remember(f"first {tools!r} {named!r}", lambda: self.prompt(messages, tools))
 
@@ -305,7 +309,7 @@ class ChatTokenizer:
         """Return a turn's tokens with its end, and the text up to there."""
         whole, begin = turn.whole, len(turn.prompt)
         if turn.following is not None and not turn.following.startswith(whole):
-            cut = max(_num_shared(whole, turn.following), begin)
+            cut = max(num_shared(whole, turn.following), begin)
             more = self._texts.find(whole[begin:]) != self._texts.find(whole[begin:cut])
             if more and self._end_of(
                 whole[begin:cut]
@@ -483,8 +487,7 @@ class ChatTokenizer:
         expected = self._texts.encode(whole)
         if list(joined) == expected:
             return
-        pairs = enumerate(zip(joined, expected, strict=False))
-        at = next((at for at, (left, two) in pairs if left != two), len(joined))
+        at = num_shared(joined, expected)
         own, other = ("".join(map(self.token_text, ids[at : at + 8])) for ids in (joined, expected))
         raise ModelError(
             f"the tokenizer splits a conversation differently from its pieces: with {what}, from "
@@ -497,21 +500,22 @@ class ChatTokenizer:
         self, tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
     ) -> None:
         """Raise ModelError for tools that the template omits."""
-        if not tools:
-            return
-        with_tools = self.render(messages, prompt=True, tools=tools)
-        if with_tools == self.render(messages, prompt=True):
+        render = partial(self.render, messages, prompt=True)
+        if tools and render(tools=tools) == render():
             raise ModelError(
                 "the model's chat template omits tools: the model would not see them",
                 hint="leave `tools` out, or use a model whose template shows them",
             )
 
     def _check_tools(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        roles: Sequence[str],
     ) -> None:
-        """Verify that the text after a tool call is the same with and without `tools`."""
+        """Verify that the text after an answer is the same with and without `tools`."""
         with_reply = [*messages, {"role": "assistant", "content": _REPLY}]
-        for role in ("tool", "user"):
+        for role in roles:
             observation = {"role": role, "content": "an observation"}
             whole = self.render(with_reply, prompt=False, tools=tools)
             now = _until_reply(whole)
@@ -653,7 +657,7 @@ class ChatTokenizer:
             )
         names = dict(self._template_kwargs)
         if self._asks_time:
-            names["strftime_now"] = self._time_text
+            names["strftime_now"] = datetime.fromtimestamp(self._time, UTC).strftime
         try:
             return cast(
                 "str",
@@ -671,10 +675,6 @@ class ChatTokenizer:
                 f"the chat template refuses a conversation with the roles: {roles} ({error})",
                 hint="use a template that takes these roles, or a game without them",
             ) from error
-
-    def _time_text(self, form: str) -> str:
-        """Return the time for a template."""
-        return datetime.fromtimestamp(self._time, UTC).strftime(form)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text without a template; its markers are tokens.
@@ -767,8 +767,8 @@ def _hides_reply() -> ModelError:
     )
 
 
-def _num_shared(left: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
+def num_shared(left: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common start of two texts, or of two lists of tokens."""
     pairs = enumerate(zip(left, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(other)))
 
@@ -779,7 +779,7 @@ def _until_reply(rendered: str) -> str:
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
-    same = _num_shared(expected, rendered)
+    same = num_shared(expected, rendered)
     start = max(0, same - 20)
     return ModelError(
         f"the chat template rewrites the history: with {what} it was\n"

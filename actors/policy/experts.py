@@ -95,7 +95,7 @@ def check_formula(router: nn.Module) -> None:
         logits_XE, weights_XK, chosen_XK = cast("tuple[Tensor, Tensor, Tensor]", probe(states_XH))
         ours_XK = weigh(probe, logits_XE, chosen_XK)
     except (TypeError, ValueError, RuntimeError) as error:  # another signature, or other tensors
-        raise _refused(f"a {type(router).__name__} cannot be replayed ({error})") from error
+        raise _refused(f"a {type(router).__name__} does not return its weights") from error
     if ours_XK.shape != weights_XK.shape or not torch.allclose(ours_XK, weights_XK, atol=1e-3):
         raise _refused(f"a {type(router).__name__} weights experts by another formula than softmax")
 

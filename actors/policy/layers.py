@@ -145,7 +145,7 @@ def cache_layers(config: Any) -> list[Any]:
         return DynamicCache(config=config).layers
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
-            f"the layers of a model of type {config.model_type!r} cannot be made: {error}",
+            f"the layers of a model of type {config.model_type!r} cannot be made",
             hint="see layer_types in its config.json, and the widths of these kinds "
             "(sliding_window, attention_chunk_size)",
         ) from error

@@ -410,7 +410,9 @@ def set_dropout(model: "nn.Module", *, on: bool) -> None:
 
 def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
     from peft import LoraConfig as PeftLoraConfig
+    from transformers.pytorch_utils import Conv1D
 
+    modules: Iterable[nn.Module] = cast(Any, model).modules()
     peft_config = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -421,6 +423,8 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
         alpha_pattern=dict(config.alpha_pattern),
         use_rslora=config.rslora,
         task_type="CAUSAL_LM",
+        # GPT-2's layers have their weights transposed; PEFT warns where it finds out itself
+        fan_in_fan_out=any(type(module) is Conv1D for module in modules),
     )
     try:
         cast(Any, model).add_adapter(peft_config, _NAME)

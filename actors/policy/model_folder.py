@@ -14,7 +14,8 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig, model_paths
 from ...schemas.local.folder import temporary_folder
 from ...schemas.model_catalogue import find_model
-from ...schemas.plan.model_refusals import refuse_without_decoder, text_config
+from ...schemas.plan.cache_shape import text_config
+from ...schemas.plan.model_refusals import refuse_without_decoder
 from ...schemas.plan.model_shape import stored_shapes
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
@@ -308,6 +309,11 @@ def auto_class(config: "PreTrainedConfig") -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def class_of(config: "PreTrainedConfig") -> Any:
+    """Return the class of transformers that generates text; None: it has none."""
+    return auto_class(config)._model_mapping.get(type(config), None)
 
 
 def load_causal_lm(

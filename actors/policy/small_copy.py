@@ -10,7 +10,8 @@ a few numbers wide, takes a second.
 
 from typing import TYPE_CHECKING, Any, cast
 
-from ...schemas.wire.errors import ModelError
+from ...schemas.checks import CheckSkipped
+from .model_folder import class_of, sees_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -84,7 +85,7 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 def small_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """Return a configuration of the same text decoder whose layers are narrow.
 
-    Raises ModelError if its class does not take these widths.
+    Raises CheckSkipped if its class does not take these widths.
     """
     text: Any = cast("Any", config).get_text_config()
     values: dict[str, Any] = text.to_dict()
@@ -104,10 +105,13 @@ def small_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
 def make_small_copy(
     config: "PreTrainedConfig", attn_implementation: str | None = None
 ) -> "PreTrainedModel":
-    """Return a random model with this configuration's layers; ModelError if none can be made."""
+    """Return a random model with this configuration's layers; CheckSkipped if none can be made."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    if class_of(config) is None or sees_images(config):
+        kind = "with images" if class_of(config) else "with code of its own"
+        raise CheckSkipped(f"a model {kind} is tried when it is loaded")
     small = small_config(config)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -142,5 +146,8 @@ def _plain_positions(rotary: Any) -> Any:
     return {**plain, "rope_type": "default"}
 
 
-def _refused(config: "PreTrainedConfig", error: Exception) -> ModelError:
-    return ModelError(f"no small copy of a model of type {config.model_type!r} is made: {error}")
+def _refused(config: "PreTrainedConfig", error: Exception) -> CheckSkipped:
+    return CheckSkipped(
+        f"no small copy of a model of type {config.model_type!r} is made ({error}): the model is "
+        "tried when it is loaded"
+    )

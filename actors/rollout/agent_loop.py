@@ -33,6 +33,7 @@ from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothin
 from ..policy.chat import ChatMessage, ChatTokenizer
 from ..runtime import Repeats
 from .recording import EpisodeRecorder, GameAt, Transcript
+from .template_facts import first_prompt, next_turn
 
 PromptForTeacher: TypeAlias = Callable[
     [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any], float | None],
@@ -203,7 +204,7 @@ class AgentLoop:
             _refuse_table(plan)
         if transcript.token_ids:
             return
-        prompt = self._chat_of(plan).first_prompt(started.messages, started.tools).tolist()
+        prompt = first_prompt(self._chat_of(plan), started.messages, started.tools).tolist()
         self._check_prompt(prompt)
         transcript.begin(prompt, started.messages, started.data_source)
 
@@ -289,7 +290,7 @@ class AgentLoop:
                 game.host, game.episode, turn, text, seated=seated
             )
         transcript.add_reply(reply)
-        finish = self._finish(plan, transcript, reply)
+        finish = self._finish(plan, transcript, reply, game.started.tools)
         rewards_ends = game.started.rewards_ends or self._environments.rewards_ends
         if finish in ("turns", "length") and rewards_ends:
             await self._reward_end(game, transcript)
@@ -312,7 +313,11 @@ class AgentLoop:
         transcript.environment_s += time.perf_counter() - started
 
     def _finish(
-        self, plan: EpisodePlan, transcript: Transcript, reply: StepResult
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript,
+        reply: StepResult,
+        tools: Sequence[Mapping[str, Any]],
     ) -> Finish | None:
         """Return why the episode is over; None: the observation was appended, a turn follows."""
         if isinstance(reply, TimedOut):
@@ -321,17 +326,13 @@ class AgentLoop:
             return "done"
         if len(transcript.turn_ends) >= self._config.max_turns:
             return "turns"
-        return None if self._observe(plan, transcript, reply) else "length"
-
-    def _observe(self, plan: EpisodePlan, transcript: Transcript, reply: StepResult) -> bool:
-        """Append the observation; return False if it leaves no room for another turn."""
-        last_turn = transcript.token_ids[-1:]
-        messages = reply.messages()
-        ids = self._chat_of(plan).next_turn(last_turn, messages).tolist()
+        messages, last_turn = reply.messages(), transcript.token_ids[-1:]
+        text = transcript.last_text
+        ids = next_turn(self._chat_of(plan), text, last_turn, messages, tools).tolist()
         if transcript.num_response + len(ids) >= self._config.max_response_tokens:
-            return False
+            return "length"  # it leaves no room for another turn
         transcript.add_observation(ids, messages)
-        return True
+        return None
 
     def _trajectory(
         self,

@@ -16,11 +16,12 @@ from ...schemas.profile import TimeUse
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
 from ..engine.gpu_requirements import check_versions, installed_versions, read_own_gpu
+from ..engine.transformers.decoder import try_before_loading
 from ..engine.transformers.transformers_engine import TransformersEngine
 from ..gpus import load_nvml
 from ..policy.chat import ChatTokenizer
 from ..policy.devices import bound_memory, own_device, own_dtype
-from ..policy.model_folder import fetch_configs, load_causal_lm
+from ..policy.model_folder import fetch_configs, load_causal_lm, load_model_config
 from ..policy.policies import MAIN, policy_config, policy_names
 from ..storage.adapters import base_of, is_adapter
 from .agent_loop import AgentLoop, EpisodeSampling, PromptForTeacher
@@ -113,12 +114,14 @@ async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
 def _load_frozen(config: JobConfig) -> "PreTrainedModel":
     import torch
 
-    path = config.model.path
+    path, trusted = config.model.path, config.model.trust_remote_code
+    path = base_of(path) if is_adapter(path) else path
+    try_before_loading(path, load_model_config(path, trust_remote_code=trusted))
     model = load_causal_lm(
-        base_of(path) if is_adapter(path) else path,
+        path,
         dtype=getattr(torch, own_dtype(config.generator.dtype)),
         attn_implementation="eager",
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trusted,
     )
     frozen = model.requires_grad_(False)
     torch.nn.Module.to(frozen, own_device())  # once for all engines that share it

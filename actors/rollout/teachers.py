@@ -44,6 +44,7 @@ from ...schemas.wire.subjects import JobScope
 from ..engine.engine import PromptScores
 from ..policy.chat import ChatMessage, ChatTokenizer
 from ..runtime import JobContext
+from .template_facts import first_prompt
 
 # -- the teachers ----------------------------------------------------------------------------------
 
@@ -391,7 +392,7 @@ class TeacherContext:
                 hint=f"it must be a text; there are {', '.join(sorted(map(str, info)))[:200]}",
             )
         chat = self._chat if seconds is None else self._chat.at(seconds)
-        prompt = chat.first_prompt(with_text(messages, text), tools)
+        prompt = first_prompt(chat, with_text(messages, text), tools)
         more = len(prompt) - num_prompt
         if more > self._max_tokens:
             raise DataError(

@@ -18,17 +18,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ...envs.reasoning import behind_reasoning
+from ...envs.tools import calls_in
 from ...schemas.call_formats import FORMATS, AnswerConverter, in_hermes_form
-from ...schemas.model_apis.canonical import (
-    CanonicalCall,
-    ModelMessage,
-    parse_reply,
-    pictures_of,
-)
+from ...schemas.model_apis.canonical import CanonicalCall, ModelMessage, parse_reply
 from ...schemas.tool_calls import HERMES, THINK, CallFormat
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
-from ..policy.chat import ChatTokenizer
+from ...schemas.wire.images import images_of
+from ..policy.chat import ChatMessage, ChatTokenizer, num_shared
 from ..policy.system_form import SystemForm
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -56,8 +54,7 @@ class HistoryRenderer:
 
         Raises ModelError for roles, tools or images that the model or its template does not accept.
         """
-        template_messages = [message.for_template() for message in messages]
-        return np.array(self._chat.prompt(template_messages, tools), np.int32)
+        return np.array(self._chat.prompt(_for_template(messages), tools), np.int32)
 
     def following(
         self,
@@ -70,7 +67,7 @@ class HistoryRenderer:
 
         They begin with the end of the turn, unless the policy generated it.
         """
-        cut = self._cut((_STAND_IN_USER,), reply, new, tools)
+        cut = self.cut((_STAND_IN_USER,), reply, _for_template(new), tools)
         if cut is None:
             return None
         num_generated = self._chat.count_generated(generated_ids[-1:], cut.after)
@@ -84,8 +81,8 @@ class HistoryRenderer:
         tools: Tools,
     ) -> bool:
         """Whether the text after the turn is the same with this history and with a stand-in."""
-        stand_in = self._cut((_STAND_IN_USER,), reply, new, tools)
-        actual = self._cut(history, reply, new, tools)
+        stand_in = self.cut((_STAND_IN_USER,), reply, _for_template(new), tools)
+        actual = self.cut(history, reply, _for_template(new), tools)
         return stand_in is not None and actual is not None and stand_in.after == actual.after
 
     def appends(
@@ -96,15 +93,15 @@ class HistoryRenderer:
         tools: Tools,
     ) -> bool:
         """Whether the template renders the history in the same way with and without `new`."""
-        now = self._cut(history, reply, (), tools, prompt=False)
-        later = self._cut(history, reply, new, tools)
+        now = self.cut(history, reply, (), tools, prompt=False)
+        later = self.cut(history, reply, _for_template(new), tools)
         return now is not None and later is not None and now.before == later.before
 
-    def _cut(
+    def cut(
         self,
         history: Sequence[ModelMessage],
         reply: ModelMessage,
-        new: Sequence[ModelMessage],
+        new: Sequence[ChatMessage],
         tools: Tools,
         *,
         prompt: bool = True,
@@ -112,28 +109,25 @@ class HistoryRenderer:
         """Find the end of the turn: the first token after it that ends a turn, or else the first
         one that depends on the next message. None if that is not a special token."""
         mark = f"mark{secrets.token_hex(16)}"
-        turn = _marked(reply, mark)
+        known = _for_template([*history, _marked(reply, mark)])
         try:
-            alone = self._render([*history, turn], tools, prompt=False)
-            whole = self._render([*history, turn, *new], tools, prompt=prompt)
+            alone = self._chat.render(known, prompt=False, tools=tools)
+            whole = self._chat.render([*known, *new], prompt=prompt, tools=tools)
             before, _, behind = whole.rpartition(mark)
-            ids = self._chat.encode_seen(behind, list(pictures_of(new)))
+            ids = self._chat.encode_seen(behind, images_of(new))
         except ModelError:
             return None
         if not 0 < alone.count(mark) == whole.count(mark):
             return None
-        pairs = zip(self._chat.encode_seen(alone.rpartition(mark)[2]), ids, strict=False)
-        at = 0
-        for lone, token in pairs:
-            if lone != token or token in self._chat.stop_token_ids:
-                break
-            at += 1
+        at = num_shared(self._chat.encode_seen(alone.rpartition(mark)[2]), ids)
+        stops = (n for n, token in enumerate(ids[:at]) if token in self._chat.stop_token_ids)
+        at = next(stops, at)
         is_end = ids[at:] and self._chat.is_special(ids[at])
         return _Cut(before.replace(mark, ""), ids[at:]) if is_end else None
 
-    def _render(self, messages: Sequence[ModelMessage], tools: Tools, *, prompt: bool) -> str:
-        template_messages = [message.for_template() for message in messages]
-        return self._chat.render(template_messages, prompt=prompt, tools=tools)
+
+def _for_template(messages: Sequence[ModelMessage]) -> list[dict[str, Any]]:
+    return [message.for_template() for message in messages]
 
 
 def _marked(reply: ModelMessage, mark: str) -> ModelMessage:
@@ -242,6 +236,83 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
     )
 
 
+# -- turns of games with tools ---------------------------------------------------------------------
+
+
+def first_prompt(
+    chat: ChatTokenizer, messages: Sequence[ChatMessage], tools: Tools = ()
+) -> IntVector:
+    """Return the first prompt of a game's episode; see `ChatTokenizer.first_prompt`."""
+    return chat.first_prompt(
+        messages, tools, behind_calls=bool(tools) and _results_need_calls(chat)
+    )
+
+
+def next_turn(
+    chat: ChatTokenizer,
+    text: str,
+    generated_ids: Sequence[int] | IntVector,
+    observation: Sequence[ChatMessage],
+    tools: Tools = (),
+) -> IntVector:
+    """Return int32[D]: the tokens between two turns of a game; see `ChatTokenizer.next_turn`.
+
+    If the template needs it, results of tools are rendered behind the calls in the turn's `text`.
+    """
+    num_results = sum(message["role"] == "tool" for message in observation)
+    if not num_results or not _results_need_calls(chat):
+        return chat.next_turn(generated_ids, observation)
+    read = [call.name if call else "" for call in calls_in(behind_reasoning(text), tools)]
+    names = iter([*read, *[""] * num_results])
+    turns: list[tuple[list[CanonicalCall], list[ChatMessage]]] = [([], [])]
+    for message in observation:
+        calls, new = turns[-1]
+        if message["role"] == "tool":
+            if calls and not facts_of(chat).takes_parallel_calls:
+                turns.append(([], []))
+                calls, new = turns[-1]
+            calls.append(CanonicalCall(next(names) or "unknown", "{}", f"c{len(calls):08}"))
+            message = {**message, "tool_call_id": calls[-1].id}
+        new.append(message)
+    ids: list[int] = []
+    for number, (calls, new) in enumerate(turns, 1):
+        reply = ModelMessage(role="assistant", calls=tuple(calls))
+        is_last = number == len(turns)
+        cut = HistoryRenderer(chat).cut((_STAND_IN_USER,), reply, new, tools, prompt=is_last)
+        if cut is None:
+            raise ModelError(
+                "the model's chat template does not show results of "
+                f"{', '.join(call.name for call in calls)}",
+                hint="use a template that shows tool messages, or a game without tools",
+            )
+        ids += cut.after[1 if ids else 0 :]
+    return np.array(ids[chat.count_generated(generated_ids[-1:], ids) :], np.int32)
+
+
+def _results_need_calls(chat: ChatTokenizer) -> bool:
+    """Whether a template shows a result otherwise, or not at all, without the call before it.
+
+    gpt-oss's refuses it, Gemma 4's leaves it out, GLM's gives it to the user.
+    """
+    if "results" not in chat.findings:
+        called, results = _CALLED.replaced(calls=_CALLS[:1]), _RESULTS[:1]
+        renderer, earlier = HistoryRenderer(chat), (_USER, called, *results)
+        behind = renderer.following(called, (), results, _TOOLS)
+        is_proven = facts_of(chat).continues_tools and renderer.continues(
+            earlier, called, results, _TOOLS
+        )
+        try:
+            plain = chat.next_turn((), [{"role": "tool", "content": results[0].text}])
+        except ModelError:
+            plain = None
+        is_same = plain is not None and behind is not None and np.array_equal(plain, behind)
+        chat.findings["results"] = is_proven and not is_same
+    return chat.findings["results"]
+
+
+# -- calls in the model's own form -----------------------------------------------------------------
+
+
 def _reads_calls(chat: ChatTokenizer, turn: ModelMessage) -> bool:
     """Whether a turn with calls is read back unchanged from the template's rendering."""
     written = _written(chat, turn)
@@ -258,8 +329,7 @@ def _written(chat: ChatTokenizer, turn: ModelMessage) -> tuple[list[int], list[i
         whole = chat.render(conversation, prompt=False, tools=_TOOLS)
     except ModelError:
         return None
-    pairs = enumerate(zip(prompt, whole, strict=False))
-    common = next((place for place, (left, other) in pairs if left != other), len(prompt))
+    common = num_shared(prompt, whole)
     before, turn_text = whole[:common], whole[common:]
     return chat.encode_seen(before), chat.encode_seen(turn_text, behind=before)
 

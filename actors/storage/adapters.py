@@ -37,6 +37,13 @@ def base_of(folder: str | Path) -> str:
     return base_here(str(folder), str(base))
 
 
+def root_of(path: str) -> str:
+    """Return the model below all adapters of a path."""
+    while is_adapter(path):
+        path = base_of(path)
+    return path
+
+
 def adapter_settings(folder: str | Path) -> dict[str, Any]:
     """Return the settings in PEFT's file of an adapter's folder.
 

@@ -7,6 +7,7 @@ D hidden size, V vocabulary, K scored tokens at the position of each.
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,20 +23,37 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
-from ...schemas.config.job import ModelConfig
+from ...schemas.checks import CheckSkipped
+from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.config.sections import LearnerConfig, LoraConfig
 from ...schemas.plan.memory import LOGITS_BYTES
+from ...schemas.plan.model_refusals import refuse_in_vllm
 from ...schemas.wire.errors import ModelError
 from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
-from ..policy.layers import columns_as_positions, decoder_of, is_recurrent, reach_of
-from ..policy.model_folder import load_causal_lm, load_policy
+from ..policy.layers import (
+    columns_as_positions,
+    decoder_of,
+    is_recurrent,
+    needs_masks,
+    reach_of,
+)
+from ..policy.model_folder import load_causal_lm, load_model_config, load_policy
+from ..policy.small_copy import make_small_copy
 from ..policy.vision import embed
+from ..storage.adapters import root_of
 from .micro_batch import MicroBatch, TokenSequence
 from .output_layer import OutputLayer, RowScores, row_chunks, score_tokens
 from .packing import block_causal_mask, pack
-from .parallel import Inside, compile_layers
-from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
+from .parallel import Inside, check_divisible, compile_layers
+from .varlen import (
+    choose_attention,
+    flatten,
+    kernel_arguments,
+    reads_flat_rows,
+    set_attention,
+    with_runs,
+)
 
 _KERNEL_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, AssertionError)
 """Errors of kernels, which are others' code, for rows that they cannot read."""
@@ -421,8 +439,8 @@ class Scorer:
             difference = self._changed_by_neighbours()
         except (ValueError, TypeError, IndexError) as error:
             raise ModelError(
-                f"a model of type {self._kind!r} cannot be trained: it takes no mask for packed "
-                f"rows ({error})",
+                f"a model of type {self._kind!r} cannot be trained: its class takes no mask of the "
+                "tokens that each token of a packed row sees",
                 hint="use a model of another family, such as Qwen3 or Llama",
             ) from error
         if difference:
@@ -486,3 +504,45 @@ class Scorer:
             one_per_row=self.one_per_row,
         )
         return self.score(packed).logprobs_N
+
+
+# -- before the weights are read -------------------------------------------------------------------
+
+
+def try_model(job: JobConfig) -> None:
+    """Try whether a job's model can be trained, by its configuration alone.
+
+    Raises the ModelError or ConfigError that training it would.
+    """
+    model = job.model
+    config = load_model_config(root_of(model.path), trust_remote_code=model.trust_remote_code)
+    if job.generator.count and job.generator.engine == "vllm":
+        refuse_in_vllm(model.path, config.to_dict(), adapts=job.lora.rank > 0)
+    with contextlib.suppress(CheckSkipped), torch.random.fork_rng(devices=[]):
+        try_rows(config)
+        try_layers(job)
+
+
+def try_rows(config: Any) -> bool:
+    """Return whether a row must hold one sequence, tried with a small copy of a model.
+
+    Raises ModelError for a model that cannot be trained, CheckSkipped where no copy is made.
+    """
+    small, cpu = make_small_copy(config), torch.device("cpu")
+    chosen = choose_attention("auto", small.config, cpu, torch.float32, needs_masks(small))
+    set_attention(small, chosen, cpu)
+    return Scorer(small, temperature=1.0).one_per_row
+
+
+def try_layers(job: JobConfig) -> None:
+    """Prepare a job's model as a learner does, without its weights."""
+    learner = job.learner.model_copy(update={"compile": False})
+    with torch.device("meta"):
+        built = load_model(job.model, learner, root_of(job.model.path), hollow=True)
+    if (reason := needs_masks(built)) is not None:
+        device, configured = torch.device("cpu"), job.model.attn_implementation
+        choose_attention(configured, built.config, device, torch.float32, reason)
+    if learner.context_parallel > 1:
+        check_divisible(built, learner.context_parallel)
+    if job.algorithm.router_replay:
+        RouterReplay(built)

@@ -25,7 +25,7 @@ from ..weights.tensors import CopiedWeights
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .functions.calls import OwnFunctions
-from .model import load_model
+from .model import load_model, try_model
 from .parallel import Parallel, snapshot, snapshot_bytes
 from .ranks import Order, Ranks, folder_here
 from .state import Numerics
@@ -44,9 +44,12 @@ def load_models(
 
     With `hollow` no weights are read, since another rank has them.
 
-    Raises ConfigError for models with different vocabularies, and for a checkpoint without a policy
-    for a role.
+    Raises ModelError for a model that cannot be trained, before any weights are read; ConfigError
+    for models with different vocabularies, and for a checkpoint without a policy for a role.
     """
+    if folder is None and not hollow:
+        for name in policy_names(config):
+            try_model(policy_config(config, name))
     models = {
         name: load_model(
             policy_config(config, name).model,

@@ -36,6 +36,7 @@ from benchmarks.evidence.language_model import GAME, LAGS, LORA, LORA_LAG
 from benchmarks.evidence.peer import GAMES as PEER_GAMES
 from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.evidence.stragglers import BOUND, POLICIES
+from benchmarks.evidence.summary import runs as all_runs
 from benchmarks.stack import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -283,6 +284,7 @@ PAGES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
         "stragglers": stragglers,
     },
     "models.md": {"kinds": kinds},
+    "results.md": {"runs": all_runs},
 }
 """The tables of each page by the name that stands in it."""
 

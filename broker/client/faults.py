@@ -50,6 +50,8 @@ _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 """Answers of a cluster without a quorum, and of a server without free storage."""
 _WRONG_SEQUENCE = frozenset({10071, 10164})
 _STORE_FAILED = 10077
+_STREAM_FAILED = 10051
+"""Answer to a purge for which there is no space, and to faults of other requests."""
 _STORE = "store"
 _STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
@@ -96,6 +98,7 @@ class Refused(errors.BrokerError):
         """Describe JetStream's `error` for the request `what`."""
         self.description = str(error.get("description", ""))
         self.err_code = int(error.get("err_code", 0))
+        self._is_purge = what.startswith("$JS.API.STREAM.PURGE.")
         self.is_absent = error.get("code") == 404
         """Whether the requested item does not exist."""
         super().__init__(
@@ -121,7 +124,7 @@ class Refused(errors.BrokerError):
     @property
     def is_passing(self) -> bool:
         """Whether the broker cannot store now, but can once servers or room are back."""
-        return self.err_code in _PASSING
+        return self.err_code in _PASSING or (self._is_purge and self.err_code == _STREAM_FAILED)
 
 
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> errors.BrokerError:

@@ -82,7 +82,15 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "rollouts": (
         Example("tinkermq rollouts my-run --sort reward", "the best first"),
         Example("tinkermq rollouts my-run --step 12 --json", "what one step trained"),
-        Example("tinkermq rollouts outputs/my-run", "of a run's folder, without a pool"),
+        Example("tinkermq rollouts my-run --to my-run.parquet", "all, for DuckDB and pandas"),
+    ),
+    "failed": (
+        Example("tinkermq failed my-run", "with the reason of each"),
+        Example("tinkermq failed my-run --repeat 3 14", "once the reason is gone"),
+    ),
+    "verify": (
+        Example("tinkermq verify my-run", "each task trained once, within the staleness bound"),
+        Example("tinkermq verify my-run --replay", "and the same weights from its log"),
     ),
     "eval": (
         Example("tinkermq eval my-run", "the newest version"),
@@ -201,6 +209,7 @@ _GROUPS: dict[str, list[_Command]] = {
     "Inspecting a run": [
         _Command("logs", "inspection:logs", "Print the logs of a run's actors."),
         _Command("rollouts", "inspection:rollouts", "Print a run's rollouts."),
+        _Command("failed", "inspection:failed", "List, repeat or drop tasks that failed for good."),
         _Command(
             "profile", "inspection:profile", "Show where a run's time goes, and what to change."
         ),
@@ -208,6 +217,9 @@ _GROUPS: dict[str, list[_Command]] = {
             "eval", "evaluation:evaluate", "Score a run or a checkpoint on its validation set."
         ),
         _Command("replay", "evaluation:replay", "Train a finished run again from its log."),
+        _Command(
+            "verify", "evaluation:verify", "Check from its records that a run trained all, once."
+        ),
         _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
     ],
     "Users": [

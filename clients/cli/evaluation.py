@@ -1,4 +1,4 @@
-"""`tinkermq eval` and `replay`, and how `tinkermq infer` plays a game with a model."""
+"""`tinkermq eval`, `replay`, `verify`, and how `tinkermq infer` plays a game."""
 
 import asyncio
 import json
@@ -23,6 +23,8 @@ from ..inference.run_inference import open_served, play_served
 from ..pool import Pool, is_token
 from ..run import Evaluated, EvaluationSettings, evaluate_both
 from ..run import evaluate as run_evaluation
+from ..verify import Check, Verification
+from ..verify import verify as verify_run
 from .output import (
     literal,
     print_commands,
@@ -375,9 +377,72 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
     """
     url = find_url(common.nats_url)
     record = with_pool(url, partial(Pool.find, name=run))
+    code = _replay_here(url, record)
+    if common.json and code in (IDENTICAL, DIFFERENT):
+        print_json({"run": record.name, "identical": code == IDENTICAL})
+    return code
+
+
+def _replay_here(url: str, record: JobRecord) -> int:
+    """Replay a run in a process of its own; return its exit code."""
     command = [sys.executable, "-P", "-m", "tinkermq.actors.learner.replay"]
     command += ["--user", record.user, "--job", record.job]
-    process = subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False)
-    if common.json and process.returncode in (IDENTICAL, DIFFERENT):
-        print_json({"run": record.name, "identical": process.returncode == IDENTICAL})
-    return process.returncode
+    return subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False).returncode
+
+
+def verify(run: str, /, *, replay: bool = False, common: Common = COMMON) -> int:
+    """Check from a run's stored records that each task was trained once, from fresh tokens.
+
+    The exit status is 1 if a check fails. A run that goes on is checked so far; an archived one is
+    restored for the check. What the rollout log no longer holds is not checked: with
+    `training.keep_rollouts=true` it holds all.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    replay
+        Also train the run again from its log, here, and compare the weights (`tinkermq replay`).
+    """
+    url = find_url(common.nats_url)
+    record, verification = with_pool(url, lambda pool: _verified(pool, run, url if replay else ""))
+    is_over = record.state in FINAL_STATES
+    if common.json:
+        checks = [check.fields() for check in verification.checks.values()]
+        print_json({"run": record.name, "so_far": not is_over, "checks": checks})
+    else:
+        _print_checks(verification)
+        so_far = "" if is_over else " so far: the run goes on"
+        print_plain(f"{record.name} {'is verified' if verification.passed else 'fails'}{so_far}")
+    return 0 if verification.passed else FAILED
+
+
+async def _verified(pool: Pool, name: str, replay_at: str) -> tuple[JobRecord, Verification]:
+    """Verify a run; also replay it if the URL of its broker is given."""
+    record = await pool.find(name)
+    if record.archived is not None:
+        await pool.archive_run(record.job, undo=True)
+        try:
+            return await _verified(pool, record.job, replay_at)
+        finally:
+            await pool.archive_run(record.job)
+    verification = await verify_run(pool.broker, record)
+    if replay_at:
+        check = verification.checks["replay"] = Check("replay", seen="weights compared")
+        code = await asyncio.to_thread(_replay_here, replay_at, record)
+        if code == DIFFERENT:
+            check.wrong("the weights differ from those of the newest checkpoint")
+        elif code != IDENTICAL:
+            check.wrong(f"the replay ended with exit code {code}; its error is printed above")
+    return record, verification
+
+
+def _print_checks(verification: Verification) -> None:
+    checks = verification.checks
+    rows = [(name, check.result, check.seen) for name, check in checks.items()]
+    print_table(("check", "result", "seen"), rows)
+    for name, check in checks.items():
+        for problem in check.problems:
+            print_plain(f"{name}: {problem}")
+        if check.num_problems > len(check.problems):
+            print_plain(f"{name}: {check.num_problems - len(check.problems)} more")

@@ -1,15 +1,17 @@
-"""Commands that inspect a run: `tinkermq logs`, `rollouts` and `profile`."""
+"""Commands that inspect a run: `tinkermq logs`, `rollouts`, `failed` and `profile`."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...broker.calls import read_memory, trace_steps
-from ...broker.feed import read_traces
+from ...broker.calls import decide_failed, read_memory, trace_steps
+from ...broker.feed import read_failed, read_traces
 from ...broker.kept_rollouts import RunRollouts
 from ...envs.agents.call_selection import CallLine, call_lines
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -26,6 +28,7 @@ from ...schemas.profile import (
     spans_of,
 )
 from ...schemas.rollout import Trajectory
+from ...schemas.task import DeadLetter, Decision
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, StateError
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.trace import StepTrace
@@ -112,6 +115,7 @@ def _print_logs(batch: LogLines, *, as_json: bool) -> None:
 
 # `tinkermq rollouts`: read the episodes of a run from its rollout log.
 
+_PRINTED = 10
 _ROLE_STYLES = {"system": "dim", "user": "blue", "assistant": "green", "tool": "magenta"}
 
 
@@ -122,7 +126,8 @@ def rollouts(
     step: int | None = None,
     sort: Literal["log", "reward"] = "log",
     errors: bool = False,
-    limit: Annotated[int, Parameter(validator=Number(gte=1))] = 10,
+    limit: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    to: Path | None = None,
     common: Common = COMMON,
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
@@ -142,10 +147,19 @@ def rollouts(
     errors
         Only failures: failed tasks, and episodes with failed attempts.
     limit
-        Most episodes to print.
+        Most episodes to print (default: 10) or to write (default: all).
+    to
+        Write them to this Parquet file instead, oldest first, with tokens and log-probs.
     """
 
-    async def work(pool: Pool) -> list[LoggedEpisode]:
+    async def read(there: RunRollouts, steps: dict[int, int]) -> list[LoggedEpisode] | int:
+        if to is not None:
+            from ..export import write_parquet  # pyarrow takes a third of a second to import
+
+            return await write_parquet(there, steps, replace(selected, most=limit), to)
+        return await read_episodes(there, steps, selected)
+
+    async def work(pool: Pool) -> list[LoggedEpisode] | int:
         record = await pool.find(run)
         if record.kind != "train":
             raise StateError(
@@ -153,20 +167,23 @@ def rollouts(
                 hint="give the name of a training job: `tinkermq ps --all`",
             )
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
-        return await read_episodes(
-            there, await read_steps(pool.broker, record.scope, there), selected
-        )
+        return await read(there, await read_steps(pool.broker, record.scope, there))
 
-    selected = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
+    most = limit or _PRINTED
+    selected = EpisodeFilter(step, errors=errors, most=most if sort == "log" else None)
     if "/" in run:
-        episodes = asyncio.run(_of_folder(run, selected))
+        there = _of_folder(run)
+        episodes = asyncio.run(read(there, there.steps))
     else:
         episodes = with_pool(common.nats_url, work)
+    if isinstance(episodes, int):
+        written = {"file": str(to), "episodes": episodes}
+        return print_result(written, f"{episodes} episodes in {to}", as_json=common.json)
     if sort == "reward":
         episodes = sorted(episodes, key=lambda episode: episode.reward, reverse=True)
     if not episodes and not common.json:
         print_note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
-    for episode in episodes[:limit]:
+    for episode in episodes[:most]:
         if common.json:
             print_json_line(episode.fields())
         else:
@@ -174,13 +191,13 @@ def rollouts(
     return 0
 
 
-async def _of_folder(folder: str, selected: EpisodeFilter) -> list[LoggedEpisode]:
+def _of_folder(folder: str) -> RunRollouts:
     if not (rollouts := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
             hint="name the folder of a run (`tinkermq ps --json` shows it), or the run itself",
         )
-    return await read_episodes(rollouts, rollouts.steps, selected)
+    return rollouts
 
 
 def _cut_turns(trajectory: Trajectory) -> str:
@@ -250,6 +267,70 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
     for failure in trajectory.failures:
         print_plain(f"  failed try: {failure.boundary}: {failure.message}")
     print_text("")
+
+
+def failed(
+    run: str,
+    /,
+    *,
+    repeat: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    drop: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    every: Annotated[Decision | None, Parameter(name="--all")] = None,
+    common: Common = COMMON,
+) -> int:
+    """List the tasks of a run that failed for good, with their reasons; repeat or drop them.
+
+    A task is listed once its tries are used up, or if it can never be played.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    repeat
+        Numbers of listed tasks to issue again, each once, as new tasks of the same row and seed;
+        a run that has ended issues them when it is resumed for more steps.
+    drop
+        Numbers of listed tasks to take off the list; the run is not changed.
+    every
+        `repeat` or `drop` all that are listed.
+    """
+    chosen: dict[Decision, list[int]] = {}
+    if repeat:
+        chosen["repeat"] = repeat
+    if drop:
+        chosen["drop"] = drop
+    if every and chosen:
+        raise ConfigError("--all is given with numbers", hint="give one of both")
+    if every:
+        chosen[every] = []
+
+    async def work(pool: Pool) -> tuple[list[DeadLetter], dict[Decision, list[int]]]:
+        record = await pool.find(run)
+        decided: dict[Decision, list[int]] = {
+            what: await decide_failed(pool.broker, record, numbers, what)
+            for what, numbers in chosen.items()
+        }
+        return await read_failed(pool.broker, record.scope), decided
+
+    letters, decided = with_pool(common.nats_url, work)
+    if common.json:
+        print_json({"failed": [item.model_dump() for item in letters], "decided": decided})
+        return 0
+    for what, numbers in decided.items():
+        note = "issued again when the staleness bound allows" if what == "repeat" else "dropped"
+        print_note(f"{len(numbers)} {'task is' if len(numbers) == 1 else 'tasks are'} {note}")
+    for letter in letters:
+        task, blame = letter.task, letter.blame
+        row = f"seed {task.seed}" if task.sample is None else f"row {task.sample}"
+        print_text(
+            f"[bold]task {task.task}[/]  {row}  tries {task.tries + 1}  {literal(letter.source)}"
+        )
+        print_plain(f"  {blame.boundary}: {blame.message}")
+        if blame.hint:
+            print_plain(f"  {blame.hint}")
+    if not letters:
+        print_note("no task has failed for good, or all are decided")
+    return 0
 
 
 # `tinkermq profile`: how a run spends its time, which actors wait, and what to change.

@@ -40,6 +40,7 @@ from ..follow import RunProgress, curve_svg, text_plot
 from ..home import Home
 from ..pool import Pool
 from ..validation import resolve_paths
+from ..verify import Verification, verify
 from .checks import check_model_kind, print_checks
 from .live import print_submitted
 from .output import (
@@ -154,10 +155,18 @@ _MAX_WIDTH = 72
 Points = list[tuple[float, float]]
 
 
-def print_outcome(progress: RunProgress, config: Path, example: QuickstartExample) -> int:
-    """Print reward before and after, the curve, the run folder, and next commands."""
+def print_outcome(
+    progress: RunProgress,
+    verification: Verification | None,
+    config: Path,
+    example: QuickstartExample,
+) -> int:
+    """Print reward before and after, the curve, the run folder, next commands, and what is proved.
+
+    `verification` is that of a run that has completed.
+    """
     record = progress.record
-    if record.state != "COMPLETED":
+    if verification is None:
         print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
         print_plain(f"logs       {record.run_dir}/logs")
         return 1
@@ -179,7 +188,8 @@ def print_outcome(progress: RunProgress, config: Path, example: QuickstartExampl
     print_plain(f"run folder {_short(Path(record.run_dir))}")
     print_plain("\ntry next")
     _print_next(config)
-    return 0
+    print_plain(f"\ntinkermq verify: {verification}")
+    return 0 if verification.passed else 1
 
 
 def _print_answers(record: JobRecord, count: int) -> None:
@@ -275,11 +285,11 @@ def quickstart(*overrides: str, real: bool = False, output_dir: Path = Path("out
             else:
                 make_model(output_dir, example.game)
             prepare_data(output_dir, example.game)
-            progress = _train_in_own_stack(output_dir, config, overrides)
+            progress, verification = _train_in_own_stack(output_dir, config, overrides)
     except KeyboardInterrupt:
         print_note("interrupted; everything was stopped")
         return INTERRUPTED
-    return print_outcome(progress, config, example)
+    return print_outcome(progress, verification, config, example)
 
 
 def _make_folder(folder: Path) -> None:
@@ -306,7 +316,9 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) -> RunProgress:
+def _train_in_own_stack(
+    folder: Path, config: Path, overrides: tuple[str, ...]
+) -> tuple[RunProgress, Verification | None]:
     """Start a stack on free ports, train in it, and always stop it."""
     values = load_config(config, overrides).model_dump(exclude_unset=True)
     with tempfile.TemporaryDirectory(
@@ -324,10 +336,12 @@ def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) 
             stop_detached(home, state)
 
 
-async def _train(pool: Pool, config: dict[str, Any]) -> RunProgress:
+async def _train(pool: Pool, config: dict[str, Any]) -> tuple[RunProgress, Verification | None]:
     record = await pool.submit(config)
     print_submitted(record, commands=False)
-    return await show_run(pool, record)
+    progress = await show_run(pool, record)
+    has_completed = progress.record.state == "COMPLETED"
+    return progress, await verify(pool.broker, progress.record) if has_completed else None
 
 
 # -- models by short names, as folders on this machine ---------------------------------------------

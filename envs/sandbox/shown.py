@@ -9,7 +9,8 @@ from ...schemas.wire.errors import SandboxError
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
 """Variable with further folders for code of users, joined by `:`, such as packages and data."""
-_ROOMS = ("actors", "broker", "clients", "envs", "schemas")
+_OURS = ("package", "actors", "broker", "clients", "envs", "schemas")
+"""Folders of a checkout; an installed package has no `package`, which is its own folder there."""
 
 
 class PathRefused(SandboxError):
@@ -22,7 +23,7 @@ def code_folders() -> list[Path]:
     return [
         Path(sys.prefix),
         Path(sys.base_prefix),
-        *(root / room for room in _ROOMS),
+        *(root / folder for folder in _OURS),
         *_listed("PYTHONPATH"),
         *operator_folders(),
     ]

@@ -67,6 +67,12 @@ def cache_widths(text: Mapping[str, Any]) -> CacheWidths:
     )
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the text decoder."""
+    inner = config.get("text_config")
+    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+
+
 def first_of(text: Mapping[str, Any], *names: str) -> int:
     """Return the first of several names' values; KeyError with the first name if there is none."""
     for name in names:

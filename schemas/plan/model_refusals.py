@@ -5,16 +5,11 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ..wire.errors import ModelError
+from .cache_shape import text_config
 from .model_shape import count_positions
 
 _NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+\Z")
 """Ends of classes of transformers that generate no text, such as BertForMaskedLM."""
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that describes the text decoder."""
-    inner = config.get("text_config")
-    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
 
 
 def refuse_without_decoder(path: str, config: Mapping[str, Any]) -> None:
@@ -87,7 +82,7 @@ VLLM_REFUSALS: Mapping[str, str] = {
 """Why vLLM does not compute a family, by its `model_type`."""
 
 
-_STALE_IN_VLLM = ("ernie4_5_moe", "lfm2_moe")
+STALE_IN_VLLM = ("ernie4_5_moe", "lfm2_moe")
 """Families of which vLLM 0.32 has not been seen to compute new versions as the learner does."""
 
 
@@ -99,7 +94,7 @@ def refuse_in_vllm(path: str, config: Mapping[str, Any], *, adapts: bool) -> Non
     text = text_config(config)
     kind = str(text.get("model_type", "?"))
     reason = VLLM_REFUSALS.get(kind)
-    if reason is None and kind in _STALE_IN_VLLM and not adapts:
+    if reason is None and kind in STALE_IN_VLLM and not adapts:
         reason = "its new versions have other log-probs there than in the learner"
     if reason is not None:
         raise ModelError(

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..model_catalogue import CATALOGUE, catalogue_folder
 from ..wire.errors import ModelError
-from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds
+from .cache_shape import CacheWidths, cache_widths, first_of, layer_kinds, text_config
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -33,6 +33,8 @@ _SCALED_BY_FACTOR = ("yarn", "linear")
 """Kinds of scaled rotary positions that may exceed `max_position_embeddings`."""
 _MOVING = ("dynamic", "longrope", "su")
 """Kinds whose positions change beyond a length, and then for all sequences of a batch."""
+_FACTORS = ("factor", "mscale")
+"""What longrope has for short and for long sequences: `short_factor`, `long_factor`, …"""
 
 _NO_CACHE = CacheWidths()
 
@@ -174,8 +176,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
     Raises ModelError if it lacks the dimensions of a decoder.
     """
-    inner = config.get("text_config")
-    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    text = text_config(config)
     try:
         shape = _decoder(text, str(config.get("model_type", "?")))
     except (KeyError, TypeError, ValueError) as error:
@@ -361,8 +362,7 @@ def count_positions(config: Mapping[str, Any]) -> int:
     end there: a longer sequence would change other sequences of the batch, and its own earlier
     tokens.
     """
-    inner = config.get("text_config")
-    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    text = text_config(config)
     longest = text.get("max_position_embeddings")
     if not isinstance(longest, int) or isinstance(longest, bool):
         return 0
@@ -386,8 +386,13 @@ def _type(kind: Mapping[str, Any]) -> Any:
 
 
 def _unmoved_positions(kind: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> int:
-    """Return the length of unchanged positions; dynamic ones change beyond the longest."""
-    if _type(kind) == "dynamic":
+    """Return the length of unchanged positions; dynamic ones change beyond the longest.
+
+    Those of longrope with equal factors for short and long sequences never do.
+    """
+    pairs = [[kind.get(f"{length}_{name}") for length in ("short", "long")] for name in _FACTORS]
+    is_fixed = pairs[0][0] is not None and all(short == long for short, long in pairs)
+    if is_fixed or _type(kind) == "dynamic":
         return longest
     original = kind.get(_ORIGINAL) or text.get(_ORIGINAL)
     return min(longest, original) if isinstance(original, int) else longest
@@ -412,7 +417,9 @@ def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> Non
             f"for {max_positions}",
             hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens (and "
             "generator.max_context where it is set), or take a model with more positions; those "
-            "that change beyond a length (rope_type dynamic, longrope) count up to there",
+            "that change beyond a length (rope_type dynamic, longrope) count up to there: copy "
+            "long_factor (and long_mscale) of longrope to short_factor (and short_mscale) in "
+            "config.json, and they no longer change",
         )
 
 

@@ -117,6 +117,9 @@ def refuse_models(job: JobConfig, *, trains: bool = True) -> None:
         if trains or job.generator.engine == "transformers":
             model_refusals.refuse_quantised(path, config)
         model_refusals.refuse_long_windows(path, config)
+        if path in played and job.generator.count and job.generator.engine == "vllm":
+            stays = bool(job.lora.rank) or not trains
+            model_refusals.refuse_in_vllm(path, config, adapts=stays)
         if is_bounded:
             positions = model_shape.count_positions(config)
             model_shape.refuse_long_sequences(path, max_tokens, positions)

@@ -129,6 +129,9 @@ def test_the_store_proxy_reads_ones_own(
     [
         (Guest("ada"), f"{JOB}.rollout.7", "tmq-ada-j1-rollout"),
         (Guest("bob"), f"{JOB}.rollout.7", None),
+        (Guest("ada"), f"{JOB}.dead", "tmq-ada-j1-dead"),
+        (Guest("bob"), f"{JOB}.dead", None),
+        (Guest("ada", "j1", "environment"), f"{JOB}.dead", None),
         (Guest("ada"), f"{JOB}.rollout.*", None),
         (Guest("ada"), f"{JOB}.rollout.x", None),
         (Guest("ada"), f"{JOB}.metric", None),

@@ -10,12 +10,20 @@ from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, read_traces
+from tinkermq.broker.feed import (
+    publish_dead,
+    publish_log,
+    publish_metric,
+    publish_trace,
+    read_traces,
+)
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import PresenceBeat
@@ -29,6 +37,7 @@ from tinkermq.clients.cli.doctor import (
 )
 from tinkermq.clients.cli.inspection import send_spans
 from tinkermq.clients.cli.runs import _describe_failure, _describe_reason
+from tinkermq.clients.export import SCHEMA
 from tinkermq.schemas.checks import CheckResult
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.machines import MachineList, MachineStatus
@@ -36,7 +45,7 @@ from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 from tinkermq.schemas.profile import Span, spans_of
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.task import BatchRecord, Blame, Task
+from tinkermq.schemas.task import BatchRecord, Blame, DeadLetter, Task
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError
 from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, span_of, trace_of
@@ -63,7 +72,9 @@ async def run(broker: Broker, scope: JobScope) -> JobRecord:
         ActorPlacement(name="learner", role="learner", node="n", restarts=1),
         ActorPlacement(name="generator-0", role="generator", node="n"),
     ]
-    record = await JobStore(broker).create(new_record(scope, actors=actors), "test")
+    record = await JobStore(broker).create(
+        new_record(scope, actors=actors, has_streams=True), "test"
+    )
     values = {"training_step_reward": 0.5, "perf/throughput": 1234.0, "training/total_steps": 3.0}
     await publish_metric(broker, scope, Metric(step=1, values=values, time=time.time()))
     for actor in ("learner", "generator-0"):
@@ -85,14 +96,43 @@ async def run(broker: Broker, scope: JobScope) -> JobRecord:
             finish_reasons=["length" if number else "stop"],
         )
         await log.append(make_group([episode], number))
-    await log.append(
-        Group(task=Task(task=2, seed=0, group_size=1), error=failure, source="generator-0")
+    given_up = Task(task=2, seed=0, group_size=1, tries=2)
+    await log.append(Group(task=given_up, error=failure, source="generator-0"))
+    letter = DeadLetter(
+        task=given_up, blame=failure, num_attempts=3, source="generator-0", time=1.0
     )
+    await publish_dead(broker, scope, letter)
     first = BatchRecord(
         step=1, seqs=[1], tasks=[0], seed=0, digest="d", learner="l", time=time.time()
     )
     await BatchLog(broker, scope).append(first, 0)
     return record
+
+
+async def test_a_runs_episodes_are_written_as_parquet(
+    broker: Broker, run: JobRecord, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkermq.clients.export._ROW_GROUP", 2)
+    file = tmp_path / "new" / "run.parquet"
+    words = ("rollouts", run.name, "--to", str(file), "--nats-url", broker.url)
+    told = await aside(cli, *words, "--json")
+    assert json.loads(told.out) == {"file": str(file), "episodes": 3}, told.err
+    read = pq.ParquetFile(file)
+    assert (read.num_row_groups, read.schema_arrow) == (2, SCHEMA)
+    first, second, failed = read.read().to_pylist()
+    assert (first["seq"], first["task"], first["step"], first["reward"]) == (1, 0, 1, 0.25)
+    assert first["token_ids"] == [1, 2, 3, 4]
+    assert (first["mask"], first["versions"]) == ([0, 0, 1, 1], [-1, -1, 0, 0])
+    assert first["logprobs"] == [0.0, 0.0, -1.0, -1.0]
+    assert first["messages"][1] == {"role": "assistant", "content": "[0]", "tool_calls": None}
+    assert (second["step"], second["tries"], second["failures"][0]["code"]) == (None, 2, "game")
+    assert failed["error"]["message"] == "the game hung"
+    assert (failed["reward"], failed["token_ids"], failed["messages"]) == (None, None, None)
+    assert (await aside(cli, *words, "--step", "1", "--errors")).code == 0
+    assert pq.ParquetFile(file).metadata.num_rows == 0
+    refused = await aside(cli, "rollouts", run.name, "--to", "x.csv", "--nats-url", broker.url)
+    assert "x.csv does not end in .parquet" in refused.err
+    assert [path.name for path in file.parent.iterdir()] == ["run.parquet"]
 
 
 async def test_ps_names_the_game_that_is_missing_and_since_when(

@@ -27,10 +27,17 @@ from tinkermq.schemas.checks import run_checks
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.plan.cache_shape import cache_widths
+from tinkermq.schemas.plan.model_refusals import STALE_IN_VLLM, VLLM_REFUSALS
 from tinkermq.schemas.wire.errors import TinkermqError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 PAGE = Path("docs/models.md")
+SHORT = {
+    "down, gate, k, o, q, up, v": "*all*",
+    "k, o, q, v": "*attention*",
+    "kv_a_proj_with_mqa, kv_b, o, q_a, q_b": "*latent*",
+}
+"""How the page calls the layers that many families adapt."""
 WINDOW, PROMPT = 8, 12
 VOCAB = VOCABULARY
 _SIZES: dict[str, Any] = {
@@ -153,6 +160,34 @@ QUICK = (
     "recurrent_gemma",
 )
 """Families that have all kinds of layers among them."""
+COMPARED_IN_VLLM = (
+    *("apertus", "arcee", "bitnet", "cohere", "cwm", "deepseek_v3", "ernie4_5", "exaone4"),
+    *("exaone_moe", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text"),
+    *("gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "granite"),
+    *("granitemoe", "granitemoehybrid", "mistral", "mixtral", "olmo2", "qwen3_5_text", "smollm3"),
+)
+"""Families whose log-probs in vLLM's CPU build a test compares with the learner's."""
+NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "olmo_hybrid")
+"""Families whose sparse or linear attention vLLM's CPU build lacks."""
+BY_TRANSFORMERS = (
+    *("arcee", "bitnet", "cwm", "flex_olmo", "glm", "gpt_neox", "helium", "jais2", "nanochat"),
+    *("olmo", "olmo2", "olmo3", "phi", "phimoe", "seed_oss", "smollm3", "solar_open"),
+    *("starcoder2", "youtu"),
+)
+"""Families without a class of vLLM's, which it computes by transformers' class."""
+
+
+def vllm_of(family: str) -> str:
+    """Return the table's cell about vLLM."""
+    if family in VLLM_REFUSALS:
+        return "no"
+    computed = "transformers' class" if family in BY_TRANSFORMERS else "own class"
+    notes = {
+        "compared": family in COMPARED_IN_VLLM,
+        "with LoRA alone": family in STALE_IN_VLLM,
+        "not on CPUs": family in NOT_ON_CPUS,
+    }
+    return ", ".join([computed, *(note for note, is_so in notes.items() if is_so)])
 
 
 def make_config(
@@ -290,7 +325,8 @@ def adapt(folder: Path, decoder: SlotDecoder | None) -> str:
                 with torch.no_grad():
                     expected = plain(input_ids=ids, use_cache=False).logits[0, -1]
                 torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
-    return ", ".join(name.removesuffix("_proj") for name in layer_names(model))
+    names = ", ".join(name.removesuffix("_proj") for name in layer_names(model))
+    return SHORT.get(names, names)
 
 
 def _sequences() -> list[np.ndarray[Any, Any]]:
@@ -341,14 +377,17 @@ def _scores(scorer: Scorer) -> torch.Tensor:
 
 def line_of(family: str, row: Row) -> str:
     """Return a family's line of the table."""
-    return f"| `{family}` | {FAMILIES[family][0]} | {' | '.join(row)} |"
+    learner, engine, lora = row
+    cells = (f"`{family}`", FAMILIES[family][0], learner, engine, vllm_of(family), lora)
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Write the lines of all families into the page."""
     before, _, rest = PAGE.read_text().partition("<!-- families -->\n")
     _, _, after = rest.partition("<!-- end -->")
-    lines = ["| family | models | learner | transformers engine | LoRA |", "|---|---|---|---|---|"]
+    columns = ("family", "models", "learner", "transformers engine", "vLLM", "LoRA")
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for family in FAMILIES:
         lines.append(line_of(family, row_of(family)))
         sys.stdout.write(f"{lines[-1]}\n")

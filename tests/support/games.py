@@ -237,23 +237,6 @@ class HeldEcho(EchoGame):
         return super().step(action)
 
 
-class UnevenEcho(EchoGame):
-    """Takes long over each turn of one episode in eight."""
-
-    def __init__(self, delay_s: float = 0.02, tail_s: float = 1.0) -> None:
-        self._delay_s, self._tail_s = delay_s, tail_s
-
-    def reset(self, **kwargs: Any) -> str:
-        """Draw whether it takes long, and begin."""
-        self._is_long = self.rng.random() < 1 / 8
-        return super().reset(**kwargs)
-
-    def step(self, action: str) -> StepResult:
-        """Wait, then answer."""
-        time.sleep(self._tail_s if self._is_long else self._delay_s)
-        return super().step(action)
-
-
 class CoinGame(EchoGame):
     """Goes on for as long as what is said begins with an upper half of the letters."""
 

@@ -1,7 +1,7 @@
 """Import every module of some packages of ours, in an environment that may lack others' packages.
 
-`python imports.py [schemas,actors.gateway [clients.cli.agents]]`: the packages, all without any,
-and the modules to leave out. A module that imports what only `tinkermq[worker]` brings is left out
+`python imports.py [schemas,actors.gateway clients.cli.agents]`: packages, and modules to leave
+out; all without any. A module that imports what only `tinkermq[worker]` brings is left out
 where torch is not installed.
 """
 
@@ -11,8 +11,10 @@ import pkgutil
 import sys
 
 ROOMS = "schemas,broker,envs,actors,clients"
+OTHER_EXTRA = "envs.openenv_server"
+"""Of the extra `openenv-server`, which brings gradio."""
 WORKER = {"torch", "transformers", "safetensors", "peft", "gguf", "llguidance", "psutil"}
-WORKER |= {"pynvml", "setproctitle", "pyrage"}
+WORKER |= {"pynvml", "setproctitle", "pyrage", "vllm"}
 
 
 def import_all(packages: list[str], left_out: set[str]) -> list[str]:
@@ -37,7 +39,7 @@ def import_all(packages: list[str], left_out: set[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    chosen, left_out = [*sys.argv[1:], ROOMS, ""][:2] if sys.argv[1:] else (ROOMS, "")
+    chosen, left_out = sys.argv[1:] or (ROOMS, OTHER_EXTRA)
     lacking = import_all(chosen.split(","), set(left_out.split(",")))
     count = sum(name.startswith("tinkermq.") for name in sys.modules)
     print(f"Python {sys.version.split()[0]}: {count} modules; {len(lacking)} need torch")

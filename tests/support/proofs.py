@@ -1,13 +1,11 @@
 """Proofs from a run's own records: every task decided once, the weights a function of the log."""
 
-import hashlib
 from pathlib import Path
 
 from tinkermq.actors.learner.replay import replay
 from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
-from tinkermq.actors.training.state import LearnerState, NumberSet
-from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.task import BatchRecord
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.clients.verify import Verification, verify
 
 from tests.support.jobs import Job
 
@@ -15,19 +13,14 @@ from tests.support.jobs import Job
 async def assert_every_task_once(job: Job) -> None:
     """Prove that each task number was trained once, or dropped once with a recorded reason.
 
-    The batch records have no gap and no repetition, each names entries of the log with the
-    digests that they have, the newest checkpoint agrees, and nothing is left in the queue.
-    Needs `keep_rollouts`.
+    All checks of `verify` pass on every step, the newest checkpoint agrees, and nothing is left in
+    the queue or undecided in the log. Needs `keep_rollouts`.
     """
-    records = await job.batches()
-    state = await _assert_nothing_twice(job, records)
-    fates = _fates(records)
+    found, state = await _verified(job)
     assert state.step == job.record.config["training"]["num_steps"]
-    assert set(fates) == set(range(len(fates))), "a task number is missing"
-    assert state.next_task == len(fates)
-    assert set(NumberSet(state.dropped)) == set(fates) - set(NumberSet(state.trained))
-    assert sorted(_decided(records)) == [entry.seq for entry in await job.entries()]
-    assert await TaskQueue(job.stack.broker, job.scope).pending_numbers() == set()
+    assert not found.open
+    assert state.next_task == len(found.trained) + len(found.dropped)
+    assert state.dropped == found.dropped.ranges()
 
 
 async def assert_every_position_once(job: Job) -> None:
@@ -48,48 +41,18 @@ async def assert_every_position_once(job: Job) -> None:
 
 async def assert_no_task_twice(job: Job) -> None:
     """Prove what `assert_every_task_once` proves of a run that was stopped before its end."""
-    state = await _assert_nothing_twice(job, await job.batches())
-    assert state.next_task > max(NumberSet(state.trained))
+    found, state = await _verified(job)
+    assert state.next_task > max(found.trained)
 
 
-async def _assert_nothing_twice(job: Job, records: list[BatchRecord]) -> LearnerState:
-    """Check the records against themselves, the log, and the newest checkpoint."""
-    trained = [number for record in records for number in record.tasks]
+async def _verified(job: Job) -> tuple[Verification, LearnerState]:
+    """Verify the run as `tinkermq verify` does, and compare with the newest checkpoint."""
+    found = await verify(job.stack.broker, await job.read())
     state = load_state(_newest_checkpoint(job))
-    assert [record.step for record in records] == list(range(1, state.step + 1))
-    assert {len(record.tasks) for record in records} == {
-        job.record.config["training"]["batch_size"]
-    }
-    assert len(trained) == len(set(trained)), "a task was trained twice"
-    assert list(NumberSet(state.trained)) == sorted(trained)
-    fates, decided = _fates(records), _decided(records)
-    assert len(fates) == len(set(fates)), "a task has two fates"
-    assert len(decided) == len(set(decided)), "an entry of the log was decided on twice"
-    await _assert_log_agrees(job, records)
-    return state
-
-
-async def _assert_log_agrees(job: Job, records: list[BatchRecord]) -> None:
-    entries = {entry.seq: entry for entry in await job.entries()}
-    for record in records:
-        assert [entries[seq].number for seq in record.seqs] == record.tasks
-        digests = [hashlib.sha256(entries[seq].payload).digest() for seq in record.seqs]
-        assert hashlib.sha256(b"".join(digests)).hexdigest() == record.digest
-        for item in record.dropped:
-            assert entries[item.seq].number == item.task
-
-
-def _fates(records: list[BatchRecord]) -> list[int | None]:
-    """Return the task numbers that were decided on, in order."""
-    trained = [number for record in records for number in record.tasks]
-    dropped = [item for record in records for item in record.dropped]
-    return trained + [item.task for item in dropped if item.reason != "duplicate"]
-
-
-def _decided(records: list[BatchRecord]) -> list[int]:
-    """Return the sequences of the log that were decided on."""
-    trained = [seq for record in records for seq in record.seqs]
-    return trained + [item.seq for record in records for item in record.dropped]
+    assert found.passed, [check.fields() for check in found.checks.values()]
+    assert found.num_whole == found.num_steps == state.step
+    assert state.trained == found.trained.ranges()
+    return found, state
 
 
 async def assert_replay_is_identical(job: Job) -> None:

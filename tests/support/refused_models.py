@@ -47,7 +47,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 """By what is wrong: changes of a sound model's config.json, and words of the refusal."""
 FAMILIES = {
-    "bloom": "cannot be trained: it takes no mask for packed rows",
+    "bloom": "cannot be trained: its class takes no mask",
     "deepseek_v32": INDEX,
     "glm_moe_dsa": INDEX,
     "minimax": OWN_CACHE,

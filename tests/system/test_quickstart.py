@@ -73,6 +73,8 @@ def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
     assert (REPOSITORY / picture).read_text().count("<polyline") == 2
     folder = next(line.split()[-1] for line in out.splitlines() if line.startswith("run folder"))
     assert (REPOSITORY / folder / "metrics.jsonl").exists()
+    *_, last = out.splitlines()
+    assert last.startswith("tinkermq verify: passed (steps recorded: 60; "), last
     assert_nothing_left(mark)
 
 

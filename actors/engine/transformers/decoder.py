@@ -9,9 +9,9 @@ so that they show. The comparison is in float32: with 16 bits even a supported m
 by tenths of their size, since the first tokens' activations are a thousand times the others'.
 """
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ....schemas.checks import CheckSkipped
 from ....schemas.config.sections import LoraConfig
 from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
 from ....schemas.wire.array import IntVector
@@ -37,6 +38,7 @@ from ...policy.devices import DECODED_WEIGHTS, exact_products, use_onednn
 from ...policy.experts import RouterRecorder
 from ...policy.layers import cache_layers, reach_of
 from ...policy.model_folder import load_model_config, load_policy
+from ...policy.small_copy import make_small_copy
 from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
 from .kv_cache import ATTENTION, PREFIX_CACHE_BYTES, CacheShape, SlotCache, cache_cells
@@ -89,7 +91,8 @@ def load_decoder(
     With `base` only an adapter is loaded, for the weights of a model in memory.
     """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    check_layers(path, config)
+    if base is None:
+        try_before_loading(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     refuse_long_sequences(path, max_tokens, count_positions(text_config.to_dict()))
     # Loaded with the reference attention, with which `_check` compares: it supports every variant.
@@ -318,7 +321,8 @@ class SlotDecoder:
             rows = self._probed(probe)
         except (ValueError, RuntimeError, TypeError, KeyError, IndexError) as error:
             raise ModelError(
-                f"model {path} cannot be computed over the slot cache: {error}",
+                f"model {path} cannot be computed over the slot cache: its class takes no mask of "
+                "the keys that each token sees, or no keys of other requests beside its own",
                 hint="set generator.engine=vllm, or choose another model",
             ) from error
         scale = float(plain_NV.abs().max()) + 1e-6
@@ -343,7 +347,7 @@ class SlotDecoder:
         ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Compute a model of 16 bits in float32, with a temporary copy of each module's weights."""
     originals: dict[torch.nn.Module, dict[str, torch.nn.Parameter]] = {}
@@ -410,8 +414,17 @@ _LAYERS = (
 """What transformers keeps for the layers that the slot cache has, too."""
 
 
-def check_layers(path: str, config: Any) -> None:
-    """Raise ModelError for a model with layers that the slot cache does not hold."""
+def try_before_loading(path: str, config: Any) -> None:
+    """Raise ModelError for a model that the slot cache does not compute, as far as is known now."""
+    with contextlib.suppress(CheckSkipped):
+        try_slots(path, config)
+
+
+def try_slots(path: str, config: Any) -> SlotDecoder:
+    """Compute a small copy of a model over the slot cache, before its weights are read.
+
+    Raises ModelError for a model that it does not compute, CheckSkipped where no copy is made.
+    """
     layers = cache_layers(config)
     other = sorted({type(layer).__name__ for layer in layers if type(layer) not in _LAYERS})
     if other or not layers:
@@ -420,6 +433,7 @@ def check_layers(path: str, config: Any) -> None:
             f"({', '.join(other) or 'unknown'})",
             hint="set generator.engine=vllm, or choose another model",
         )
+    return SlotDecoder(path, make_small_copy(config, "eager"), max_slots=1, max_tokens=64)
 
 
 @dataclass(frozen=True)

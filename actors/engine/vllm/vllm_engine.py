@@ -17,6 +17,8 @@ import torch
 from ....broker.jetstream.objects import DigestMismatch
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.plan.model_refusals import refuse_in_vllm
+from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
 from ....schemas.weights import Manifest, Round, TensorEntry
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
@@ -452,13 +454,17 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
             f"vLLM cannot add the adapter {path} to all weights of its model",
             hint="merge it first (`merge_and_unload`), or set generator.engine=transformers",
         )
+    model_config = load_model_config(path, trust_remote_code=trusted)
+    values = model_config.to_dict()
+    refuse_in_vllm(path, values, adapts=True)
+    refuse_long_sequences(path, max_context_of(config), count_positions(values))
     return await VllmModel.start(
         base_of(path) if is_adapter(path) else path,
         config.generator,
         max_context=max_context_of(config),
         trust_remote_code=trusted,
         ranks=[lora.max_rank for lora in adapters],
-        sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
+        sees=sees_images(model_config),
         tokenizer=config.model.tokenizer or "",
         num_engines=num_engines(config),
     )

@@ -7,6 +7,7 @@ changes a bit of another. Not thread-safe.
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ....schemas.checks import CheckSkipped
 from ....schemas.config.job import ModelConfig
 from ....schemas.config.sections import Dtype, LearnerConfig
 from ....schemas.plan.model_shape import count_positions
@@ -27,8 +29,9 @@ from ....schemas.wire.errors import ModelError, NotFoundError, StateError, Tinke
 from ...policy.adapted_layers import AdaptedLayers
 from ...policy.devices import exact_products
 from ...policy.lora import check_base
+from ...policy.model_folder import load_model_config
 from ...storage.held_models import held_models
-from ...training.model import Scorer, load_model
+from ...training.model import Scorer, load_model, try_rows
 from ...training.parallel import Parallel
 from ...training.varlen import AttentionKey
 from .adapter import (
@@ -118,6 +121,8 @@ class AdapterTrainer:
         """Load a model folder to a device; `options` as for the constructor. Raises ModelError."""
         config = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
         learner = LearnerConfig(gradient_checkpointing=gradient_checkpointing)
+        with contextlib.suppress(CheckSkipped):
+            try_rows(load_model_config(folder, trust_remote_code=trust_remote_code))
         model = load_model(config, learner)
         if device is not None:
             cast(nn.Module, model).to(device)

@@ -1,5 +1,6 @@
 """Families in vLLM's CPU build: the learner's log-probs, new weights, adapters, refusals."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,18 @@ import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.plan.model_refusals import VLLM_REFUSALS
+from transformers.models.auto import modeling_auto
 
+from tests.support.families import (
+    BY_TRANSFORMERS,
+    COMPARED_IN_VLLM,
+    FAMILIES,
+    NOT_ON_CPUS,
+)
 from tests.support.models import adapted
 from tests.support.vllm_families import Served, make, moved, published, served
 
 pytestmark = pytest.mark.vllm
-NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "olmo_hybrid")
-"""Families whose sparse or linear attention vLLM's CPU build lacks."""
 KINDS = (
     "deepseek_v3",
     "exaone_moe",
@@ -25,20 +31,26 @@ KINDS = (
     "qwen3_5_text",
 )
 """Each kind of layers, and each form of weights that vLLM's models have otherwise."""
-OTHERS = (
-    *("apertus", "arcee", "bitnet", "cohere", "cwm", "ernie4_5", "exaone4", "falcon"),
-    *("falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma4_text", "glm4", "glm4_moe"),
-    *("glm4_moe_lite", "gpt2", "granite", "granitemoe", "olmo2", "smollm3"),
-    *VLLM_REFUSALS,
-    *NOT_ON_CPUS,
-)
+ALL = (*COMPARED_IN_VLLM, *VLLM_REFUSALS, *NOT_ON_CPUS)
 ADAPTED = ("gemma3_text", "mistral")
 SINGLE = ("sinks", "conv1d.weight", "experts.gate_up_proj", "kv_b_proj.weight")
 """Ends of tensors that are one parameter of vLLM's, or more."""
 
 
+def test_the_table_of_families_says_which_class_computes_each() -> None:
+    registry = import_module("vllm.model_executor.models.registry")
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    modules = {
+        family: registry._VLLM_MODELS.get(names[family], ("transformers",)) for family in FAMILIES
+    }
+    others = [family for family, (module, *_) in modules.items() if module == "transformers"]
+    assert others == sorted([*BY_TRANSFORMERS, *VLLM_REFUSALS])
+    assert {*KINDS} <= {*COMPARED_IN_VLLM} <= FAMILIES.keys() - {*VLLM_REFUSALS, *NOT_ON_CPUS}
+
+
 @pytest.mark.parametrize(
-    "family", [*KINDS, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)]
+    "family",
+    [each if each in KINDS else pytest.param(each, marks=pytest.mark.long) for each in ALL],
 )
 def test_a_family_has_the_log_probs_of_its_own_pass_in_vllm_and_after_new_weights_theirs(
     family: str, tmp_path: Path

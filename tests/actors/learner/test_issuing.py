@@ -9,14 +9,17 @@ import pytest
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.learner.tasks import Ledger, TaskIssuer
 from tinkermq.actors.training.state import LearnerState
+from tinkermq.broker.calls import decide_failed
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.feed import publish_dead, read_failed
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
-from tinkermq.schemas.task import BatchRecord, Task
-from tinkermq.schemas.wire.errors import FencedError, StateError
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.task import BatchRecord, Blame, DeadLetter, Task
+from tinkermq.schemas.wire.errors import FencedError, NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.groups import make_group, make_trajectory
@@ -254,3 +257,43 @@ async def test_a_learner_that_was_cut_off_gives_clients_no_numbers(
     with pytest.raises(FencedError):
         await cut_off.check_owner()
     assert len(await _stored(broker, scope)) == 1
+
+
+async def test_a_failed_task_is_repeated_once_as_a_new_task_whatever_dies(
+    broker: Broker, scope: JobScope
+) -> None:
+    ledger = Ledger(LearnerState())
+    issuer = _issuer(broker, scope, ledger)
+    await issuer.issue(0)
+    first = (await _stored(broker, scope))[4]
+    blame = Blame(boundary="task", code="data", message="too long")
+    letter = DeadLetter(task=first, blame=blame, num_attempts=1, source="g", time=1.0)
+    await publish_dead(broker, scope, letter)
+    ledger.repeat(first)  # not decided yet: it holds when the task is dropped
+    ledger.drop(4, "failed", unplayable=True)
+    assert [failed.task.task for failed in await read_failed(broker, scope)] == [4]
+    record = JobRecord(
+        job=scope.job, user=scope.user, name="run", config={}, state="COMPLETED", created=1.0
+    )
+    with pytest.raises(NotFoundError, match="task 5 of run is not among those that failed"):
+        await decide_failed(broker, record, [5], "repeat")
+    assert await decide_failed(broker, record, [], "repeat") == [4]
+    assert await read_failed(broker, scope) == []
+    assert await issuer.issue(1) == 4
+    again = (await _stored(broker, scope))[6]
+    assert (again.task, again.reissue_of, again.index, again.tries) == (6, 4, None, 0)
+    assert (again.sample, again.seed) == (first.sample, first.seed)
+    # A learner that starts again reads the same letters, with or without a checkpoint since.
+    saved = LearnerState()
+    ledger.write_to(saved)
+    old = LearnerState(dropped=[(4, 5)], next_task=6, next_index=6)
+    for state in (saved, old):
+        restarted = Ledger(LearnerState.model_validate_json(state.model_dump_json()))
+        for task in await _stored(broker, scope):
+            if task.task not in restarted:
+                restarted.note_task(task)
+        restarted.repeat(first)
+        assert restarted.num_client_reissues == 0
+    trained = Ledger(LearnerState(trained=[(4, 5)], next_task=6))
+    trained.repeat(first)
+    assert trained.num_client_reissues == 0

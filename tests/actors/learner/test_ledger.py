@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.learner.staleness import StalenessPolicy, num_admissible
-from tinkermq.actors.learner.tasks import MAX_TRIES, Ledger
+from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.schemas.task import DropReason, Task
+from tinkermq.schemas.task import MAX_TRIES, DropReason, Task
 
 from tests.actors.learner.ledger_model import Job, World, run
 

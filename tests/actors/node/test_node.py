@@ -56,7 +56,7 @@ from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 pytestmark = pytest.mark.full
 
-SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 HANGS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
 
 

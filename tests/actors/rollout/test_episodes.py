@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -69,8 +70,9 @@ async def test_an_episode_goes_on_where_it_was_and_draws_what_it_would_have_draw
 ) -> None:
     async with playing(broker, recorded, folder, "EchoGame") as play:
         whole = await play.run(TASK)
-        times = [one.first_token for one in whole.trajectories]
-        assert whole.started < min(times) <= max(times) < whole.finished
+        for one in whole.trajectories:
+            times = [whole.started, one.first_token, *one.turn_times, whole.finished]
+            assert (times, len(one.turn_times)) == (sorted(times), len(one.turn_ends))
         await play.recorder(TASK, 1).end()
         for num in (1, 150):
             num_there = await die_amid(play, num)
@@ -105,10 +107,26 @@ async def test_versions_and_logprobs_of_the_first_holder_stay(
     assert group.min_version == 0
 
 
-@pytest.mark.parametrize("game", ["EchoGame", "TwiceEcho"])
+BEHIND_CALLS = (
+    "{{ tools | tojson if tools else '' }}{%- set call = namespace(name='') -%}"
+    "{%- for m in messages -%}{%- if m.role != 'tool' -%}{{ '<|' + m.role + '|>' + m.content }}"
+    "{%- set call.name = m.tool_calls[0].function.name if m.tool_calls else '' -%}"
+    "{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ '<|end|>' }}"
+    "{%- elif call.name -%}{{ '<|user|>' + call.name + ' gave ' + m.content + '<|end|>' }}"
+    "{%- endif -%}{%- endfor -%}{{ '<|assistant|>' if add_generation_prompt else '' }}"
+)
+"""Leaves a result out that has no call before it."""
+
+
+@pytest.mark.parametrize(
+    ("game", "template"),
+    [("EchoGame", CHAT_TEMPLATE), ("TwiceEcho", CHAT_TEMPLATE), ("TwiceEcho", BEHIND_CALLS)],
+)
 async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns(
-    broker: Broker, recorded: JobScope, folder: Path, game: str
+    broker: Broker, recorded: JobScope, folder: Path, tmp_path: Path, game: str, template: str
 ) -> None:
+    folder = Path(shutil.copytree(folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(template)
     async with playing(broker, recorded, folder, game) as play:
         whole = await play.run(TASK)
         await play.recorder(TASK, 1).end()
@@ -123,6 +141,9 @@ async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns
     roles = Counter(m["role"] for one in group.trajectories for m in one.messages[3:])
     num_turns = sum(len(one.turn_ends) for one in group.trajectories) - len(group.trajectories)
     assert roles["tool"] == (2 * num_turns if game == "TwiceEcho" else 0)
+    chat = ChatTokenizer(load_tokenizer(str(folder)))
+    shown = "".join(chat.decode_all(one.token_ids) for one in group.trajectories)
+    assert shown.count("<|user|>unknown gave ") == roles["tool"] * (template == BEHIND_CALLS)
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])

@@ -19,7 +19,7 @@ from tinkermq.actors.rollout.choices import GrowingChoice
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.rollout.template_facts import call_format, converter, facts_of, read_text
 from tinkermq.envs.reasoning import behind_reasoning
-from tinkermq.envs.tools import _calls_in
+from tinkermq.envs.tools import calls_in
 from tinkermq.schemas.call_formats import FORMATS
 from tinkermq.schemas.infer import InferPart
 from tinkermq.schemas.model_apis.canonical import CanonicalCall, ModelMessage, parse_reply
@@ -331,7 +331,7 @@ def test_calls_are_read_as_their_maker_writes_them_and_written_back(name: str) -
         assert (shown(reply), reply.text, reply.reasoning) == (calls, said, thought)
         assert written(chat, shown(reply), reply.text, reply.reasoning) == text
         answer = behind_reasoning(chat.decode(chat.encode(text)))
-        assert [(c[0], json.loads(c[1])) for c in _calls_in(answer, TOOLS) if c] == calls
+        assert [(c[0], json.loads(c[1])) for c in calls_in(answer, TOOLS) if c] == calls
 
 
 @pytest.mark.full
@@ -413,7 +413,7 @@ def test_a_call_that_is_broken_is_one_that_cannot_be_read_and_no_text_is_lost(na
             told = cut if convert is None else convert.push(cut, last=True)
             reply = parse_reply(told, "c", calls=True)
             assert reply.calls or "write" in reply.text or end < begin + 24
-            found = _calls_in(behind_reasoning(cut), TOOLS)
+            found = calls_in(behind_reasoning(cut), TOOLS)
             assert found or "<|message|>" not in cut[begin:] + chat.template * (name != "gpt-oss")
 
 

@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer, num_shared
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.actors.rollout.template_facts import HistoryRenderer, call_format, facts_of, read_text
+from tinkermq.actors.rollout.template_facts import (
+    HistoryRenderer,
+    call_format,
+    facts_of,
+    first_prompt,
+    next_turn,
+    read_text,
+)
 from tinkermq.envs.agents.call_selection import main_root
+from tinkermq.envs.tools import ToolResult
 from tinkermq.schemas.model_apis.canonical import CanonicalCall, ModelMessage, parse_reply
 from tinkermq.schemas.model_apis.chat import read_chat
 from tinkermq.schemas.model_apis.messages import read_messages
@@ -30,6 +38,7 @@ from tests.actors.rollout.calls.programs import (
     chat_of,
     user,
 )
+from tests.envs.tool_games import Adding
 
 TOOL = {
     "type": "function",
@@ -114,9 +123,83 @@ def test_calls_in_a_models_own_format_are_read(name: str) -> None:
     assert facts_of(chat).reads_calls
 
 
+BEHIND_CALLS = {
+    "gemma4": 'response:search{value:<|"|>found x<|"|>}<tool_response|>',
+    "gemma4_v5": 'response:search{value:<|"|>found x<|"|>}<tool_response|>',
+    "gptoss": "<|start|>functions.search to=assistant<|channel|>commentary<|message|>"
+    '"found x"<|end|><|start|>assistant',
+    "glm4moe_training": "\n<tool_response>\nfound x\n</tool_response><|assistant|>",
+}
+"""Templates that show a result otherwise, or not at all, without its call; and what they show."""
+
+
+class Searching(Adding):
+    def get_tools(self) -> list[dict[str, Any]]:
+        return [TOOL]
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        return ToolResult(f"found {arguments['query']}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*BEHIND_CALLS, "qwen2_5", "lfm2_2_5", "llama3_1", "nemotron_3_nano", "qwen3_training"],
+)
+def test_a_game_with_tools_shows_results_as_a_served_model_does(name: str) -> None:
+    """The model calls a tool, two at once where it can, and then writes no call that is one."""
+    chat, exact, game = chat_of(name), ExactCalls(chat_of(name)), Searching()
+    history, ids = [ASKED], first_prompt(chat, [ASKED.for_template()], [TOOL]).tolist()
+    for num in (1, 2 if facts_of(chat).takes_parallel_calls else 1):
+        calls = tuple(CanonicalCall("search", '{"query": "x"}', f"c{n:08}") for n in range(num))
+        turn = ModelMessage(role="assistant", calls=calls).for_template()
+        known = [message.for_template() for message in history]
+        prompt = chat.render(known, prompt=True, tools=[TOOL])
+        whole = chat.render([*known, turn], prompt=False, tools=[TOOL])
+        drawn = chat.encode(whole[num_shared(prompt, whole) :])
+        drawn = drawn[: next(n for n, i in enumerate(drawn) if i in chat.stop_token_ids) + 1]
+        generation = RecordingEngine(chat, Random(0)).generate(ids, chat.decode(drawn))
+        prepared = exact.prepare(history, [TOOL])
+        assert prepared.prompt_ids.tolist() == ids
+        call = exact.finish(
+            prepared, generation, read_text(chat, ids, generation.token_ids, [TOOL])
+        )
+        call.delivered = True
+        text = chat.answer(ids, generation.token_ids)
+        observation = game.step(text).messages()
+        assert [message["content"] for message in observation] == ["found x"] * num
+        results = next_turn(chat, text, generation.token_ids, observation, [TOOL])
+        if num == 1 and name in BEHIND_CALLS:
+            assert chat.decode_all(results).endswith(BEHIND_CALLS[name])
+        ids += [*generation.token_ids.tolist(), *results.tolist()]
+        history = [*history, call.reply]
+        history += [
+            ModelMessage(role="tool", content=("found x",), call_id=each.id)
+            for each in call.reply.calls
+        ]
+    assert exact.prepare(history, [TOOL]).prompt_ids.tolist() == ids
+    unread = next_turn(chat, "no call", [], [{"role": "tool", "content": "Error: odd"}], [TOOL])
+    assert "Error: odd" in chat.decode_all(unread)
+
+
+def test_several_results_of_a_template_with_one_call_a_turn_each_name_their_own() -> None:
+    chat, head = chat_of("gptoss"), " to=functions.{}<|channel|>commentary json<|message|>{{}}"
+    text = "<|end|><|start|>assistant".join(map(head.format, ("search", "look")))
+    observation = [{"role": "tool", "content": found} for found in ("one", "two")]
+    ids = next_turn(chat, text, [chat.stop_token_ids[1]], observation, [TOOL])
+    assert (
+        chat.decode_all(ids)
+        == "".join(
+            f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"
+            f'"{found}"<|end|>'
+            for name, found in (("search", "one"), ("look", "two"))
+        )
+        + "<|start|>assistant"
+    )
+
+
 def test_a_template_that_leaves_out_results_is_no_template_of_a_game_with_tools() -> None:
     with pytest.raises(ModelError, match="omits a message of the tool"):
-        chat_of("gemma4").first_prompt([ASKED.for_template()], [TOOL])
+        first_prompt(chat_of("cohere2"), [ASKED.for_template()], [TOOL])
 
 
 FABRICATED = {

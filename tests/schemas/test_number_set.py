@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.training.state import NumberSet
+from tinkermq.schemas.number_set import NumberSet
 
 ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda r: (r[0], sum(r))))
 
