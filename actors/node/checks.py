@@ -182,17 +182,14 @@ class _ModelInspection:
     """Inspects models of jobs before submission, one at a time."""
 
     def __init__(self) -> None:
-        self._is_busy = False
+        self._turn = asyncio.Lock()
 
     async def answer(self, question: InspectQuestion) -> CheckReply:
         """Inspect a job's model; a node that already inspects one replies that it is not done."""
-        if self._is_busy:
+        if self._turn.locked():
             return _UNKNOWN
-        self._is_busy = True
-        try:
+        async with self._turn:
             return await self._inspect(question)
-        finally:
-            self._is_busy = False
 
     async def _inspect(self, question: InspectQuestion) -> CheckReply:
         process = await asyncio.create_subprocess_exec(
