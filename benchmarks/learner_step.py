@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tinkermq.actors.policy.devices import can_use_onednn, multiply, own_device
-from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.parallel import Parallel
 from tinkermq.actors.training.step import Trainer
@@ -111,7 +111,7 @@ def let_go() -> None:
         torch.cuda.empty_cache()
 
 
-def timed(step: Callable[[int], None], steps: int, device: torch.device) -> StepTime:
+def timed(step: Callable[[int], object], steps: int, device: torch.device) -> StepTime:
     """Return the median time of a step after a first one, and the peak memory of all."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -132,12 +132,19 @@ def timed(step: Callable[[int], None], steps: int, device: torch.device) -> Step
 def our_step(way: StepWay, work: StepSequences, *, compiled: bool = False) -> StepTime:
     """Measure `Trainer.step`; EngineError for one whose gradient was not finite."""
     let_go()
+    trainer, batch = make_trainer(way, work, compiled=compiled)
+    device = next(trainer.model.parameters()).device
+    return timed(lambda number: _finite(trainer.step(batch, number).numbers), way.steps, device)
+
+
+def make_trainer(
+    way: StepWay, work: StepSequences, *, compiled: bool = False
+) -> tuple[Trainer, TrainingBatch]:
+    """Return the trainer of a step, and its batch."""
     config = _configured(way, max(work.lengths), compiled=compiled)
     model = load_model(config.model, config.learner)
     trainer = Trainer(model, config, total_steps=way.steps + 1, parallel=Parallel.alone())
-    batch = assemble(work.groups())
-    device = next(model.parameters()).device
-    return timed(lambda number: _finite(trainer.step(batch, number).numbers), way.steps, device)
+    return trainer, assemble(work.groups())
 
 
 def _configured(way: StepWay, longest: int, *, compiled: bool) -> JobConfig:

@@ -11,7 +11,7 @@ import torch
 from tinkermq.actors import get_model
 from tinkermq.actors.policy.devices import own_device
 from tinkermq.schemas.model_catalogue import catalogue_folder
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging
 
 ALL_CORES = len(os.sched_getaffinity(0))
@@ -63,13 +63,36 @@ SMOLLM2 = Qwen2Config(
 """The shape of SmolLM2-135M."""
 
 
-def save_random_weights(config: Qwen2Config, folder: Path) -> int:
+def qwen3(width: int, layers: int, heads: int, intermediate: int, vocab_size: int = 151936) -> Any:
+    """Return a shape of Qwen3, with heads of 128 and eight, or half as many, of keys."""
+    return Qwen3Config(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=min(8, heads // 2),
+        head_dim=128,
+        intermediate_size=intermediate,
+        vocab_size=vocab_size,
+        max_position_embeddings=65536,
+        tie_word_embeddings=True,
+    )
+
+
+QWEN3 = {
+    "small": qwen3(64, 2, 2, 128, 512),
+    "0.6 B": qwen3(1024, 28, 16, 3072),
+    "4 B": qwen3(2560, 36, 32, 9728),
+}
+"""The shapes of Qwen3's models, and one that a CPU trains."""
+
+
+def save_random_weights(config: PreTrainedConfig, folder: Path) -> int:
     """Write a model of random weights, bfloat16 where there is a GPU; return how many it has."""
     logging.disable_progress_bar()
     torch.manual_seed(0)
     device = own_device()
     with device:
-        model: Any = Qwen2ForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
     if device.type == "cuda":
         model.to(torch.bfloat16)
     model.save_pretrained(folder)

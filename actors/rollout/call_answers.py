@@ -667,6 +667,7 @@ class CallAnswers:
                     answer.choices[number].own_text,
                     request_digest=answer.digest,
                     request_id=answer.request_ids[0],
+                    ended=time.time(),
                 )
                 await self._log.append(call)
                 self.tree.add(call)

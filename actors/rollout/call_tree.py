@@ -130,6 +130,8 @@ class ModelCall(CallPrompt):
     """The answer as a message, as the program got it."""
     number: int = -1
     """Index among the episode's calls, in the order in which they ended; -1: not in the tree."""
+    ended: float = 0.0
+    """When it was answered; 0: another generator recorded it."""
     delivered: bool | None = None
     """Whether the program has the answer, according to its proxy or a later call; None: unknown."""
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])

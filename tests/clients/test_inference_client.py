@@ -144,6 +144,14 @@ async def test_an_inference_job_trains_nothing_that_could_be_served(
         await find_source(Pool(broker), serving.name)
 
 
+async def test_a_run_that_waits_for_its_configuration_has_no_model_yet(
+    broker: Broker, scope: JobScope
+) -> None:
+    waiting = await JobStore(broker).create(new_record(scope, configured=False), "test")
+    with pytest.raises(ConfigError, match="waits for its configuration"):
+        await find_source(Pool(broker), waiting.name)
+
+
 def test_options_are_laid_over_the_runs_configuration() -> None:
     source = ModelSource({"model": {"path": "m"}, "env": {"game": "bandit"}})
     config = with_options(source, tokenizer_path="m", num_servers=3, trust_remote_code=True)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.tiny_models import save_tiny_model
-from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.parallel import Parallel
@@ -57,11 +58,12 @@ class RandomPolicy:
             }
         )
 
-    def learner(self, attention: Attention = "sdpa") -> "ScoringLearner":
+    def learner(self, attention: Attention = "sdpa", lora_rank: int = 0) -> "ScoringLearner":
         """Load it as a learner does, on this process's device."""
         model = {"path": str(self.folder), "attn_implementation": attention}
-        config = self.config(model=model, learner={"dtype": self.dtype})
-        loaded = load_model(config.model, config.learner)
+        lora = {"rank": lora_rank}
+        config = self.config(model=model, learner={"dtype": self.dtype}, lora=lora)
+        loaded = load_model(config.model, config.learner, lora=config.lora)
         inside = Parallel.alone().place(loaded, config.learner, attention)
         scorer = Scorer(loaded, temperature=1.0, inside=inside)
         return ScoringLearner(loaded, scorer)
@@ -80,27 +82,44 @@ class ScoringLearner:
     ) -> Tensor:
         """Return float32[N] on the CPU: of all generated tokens, in the order of the batch."""
         logprobs_N = torch.zeros(sum(int(one.mask.sum()) for one in sequences))
-        for packed in pack(
-            sequences,
-            max_row_tokens=MAX_TOKENS,
-            microbatch_tokens=4 * MAX_TOKENS,
-            share_prompts=share_prompts,
-        ):
+        for packed in _packed(sequences, share_prompts=share_prompts):
             score_N = self._scorer.score(packed).logprobs_N.float().cpu()
             logprobs_N = logprobs_N.index_copy(0, packed.index_N.cpu(), score_N)
         return logprobs_N
 
+    def gradients(self, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
+        """Return the gradient of the sum of all log-probs, by weight."""
+        for packed in _packed(sequences):
+            self._scorer.score(packed).logprobs_N.sum().backward()
+        return {
+            name: weight.grad.float().cpu()
+            for name, weight in self.model.named_parameters()
+            if weight.grad is not None
+        }
+
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights, by their names of `state_dict()`."""
-        self.model.load_state_dict(dict(weights), strict=False)
+        """Replace the weights, by their names of `weights`."""
+        with torch.no_grad():
+            for name, value in policy_tensors(self.model).items():
+                if name in weights:
+                    value.copy_(weights[name])
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of its weights on the CPU, each tied tensor once."""
+        """Return a copy of its published weights on the CPU, each tied tensor once."""
         return {
-            name: value.cpu().clone()
-            for name, value in self.model.state_dict().items()
+            name: value.detach().cpu().clone()
+            for name, value in policy_tensors(self.model).items()
             if name != "lm_head.weight"
         }
+
+
+def _packed(sequences: Sequence[TokenSequence], *, share_prompts: bool = False) -> list[MicroBatch]:
+    return pack(
+        sequences,
+        max_row_tokens=MAX_TOKENS,
+        microbatch_tokens=4 * MAX_TOKENS,
+        share_prompts=share_prompts,
+    )
 
 
 def with_noise(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

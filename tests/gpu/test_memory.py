@@ -1,6 +1,5 @@
 """A learner's step takes the memory that a plan estimates."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tinkermq.schemas.config.job import JobConfig
 
 from benchmarks.learner_step import let_go
 from benchmarks.sizes import SIZES, save_random_weights
+from tests.gpu.report import Recorder
 from tests.support.allocations import allocated_in_step, estimated_for_step
 
 pytestmark = [pytest.mark.gpu_machine, pytest.mark.timeout(300)]
@@ -26,7 +26,7 @@ def test_a_step_takes_the_memory_that_is_estimated(
     activations: str,
     on_gpu: bool,
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    record: Recorder,
 ) -> None:
     let_go()
     if activations == "offloaded" and not on_gpu:
@@ -58,8 +58,8 @@ def test_a_step_takes_the_memory_that_is_estimated(
     # a sequence takes a column less than it has tokens
     measured = allocated_in_step(config, columns + 1, NUM_ROWS * NUM_PASSES)
     estimated = estimated_for_step(config, on_gpu=on_gpu)
-    record_property("measured, GiB", measured / 2**30)
-    record_property("memory_predicted_over_measured", estimated / measured)
+    record("measured, GiB", measured / 2**30)
+    record("memory_predicted_over_measured", estimated / measured)
     assert estimated == pytest.approx(measured, rel=TOLERANCE)
 
 

@@ -1,7 +1,5 @@
 """A model divided over the GPUs (FSDP2) trains as one process does."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from tinkermq.actors.learner.ranks.processes import ChildRanks
@@ -11,6 +9,7 @@ from tinkermq.schemas.config.job import JobConfig
 
 from benchmarks.learner_step import StepSequences
 from tests.gpu.material import RandomPolicy
+from tests.gpu.report import Recorder
 
 pytestmark = [pytest.mark.gpu_machine, pytest.mark.timeout(300)]
 LONGEST = (96, 80, 88)
@@ -34,7 +33,7 @@ def train(config: JobConfig, vocab_size: int) -> tuple[list[float], dict[str, to
 
 
 def test_ranks_train_as_one_process_does(
-    policy: RandomPolicy, on_gpu: bool, record_property: Callable[[str, object], None]
+    policy: RandomPolicy, on_gpu: bool, record: Recorder
 ) -> None:
     num_gpus = torch.cuda.device_count()
     num_ranks = num_gpus if on_gpu else 2
@@ -53,8 +52,8 @@ def test_ranks_train_as_one_process_does(
     norms, weights = train(alone, policy.vocab_size)
     rank_norms, rank_weights = train(ranks, policy.vocab_size)
     difference = max(float((rank_weights[name] - weights[name]).abs().max()) for name in weights)
-    record_property("ranks", num_ranks)
-    record_property("weights differ by", difference)
+    record("ranks", num_ranks)
+    record("weights differ by", difference)
     tolerance = 1e-4 if on_gpu else 1e-5
     assert min(norms) >= 1e-4
     assert difference <= tolerance
