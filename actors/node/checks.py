@@ -195,19 +195,17 @@ class EnvCheckRunner:
         """Start idle; `starter` starts the processes, in the sandbox of hosts."""
         self._starter = starter
         self._play_s = play_s
-        self._is_busy = False
+        self._turn = asyncio.Lock()
 
     async def answer(self, question: PlayQuestion) -> CheckReply:
         """Play a game; a node that already plays one replies at once that it is not done."""
-        if self._is_busy:
+        if self._turn.locked():
             return _UNKNOWN
-        self._is_busy = True
-        try:
-            return await self._play(question)
-        except TinkermqError as error:
-            return CheckReply(results=[failed_check("game", error).bounded()])
-        finally:
-            self._is_busy = False
+        async with self._turn:
+            try:
+                return await self._play(question)
+            except TinkermqError as error:
+                return CheckReply(results=[failed_check("game", error).bounded()])
 
     async def _play(self, question: PlayQuestion) -> CheckReply:
         if question.wanted.role != "environment":
@@ -265,17 +263,14 @@ class _ModelInspection:
     """Inspects models of jobs before submission, one at a time."""
 
     def __init__(self) -> None:
-        self._is_busy = False
+        self._turn = asyncio.Lock()
 
     async def answer(self, question: InspectQuestion) -> CheckReply:
         """Inspect a job's model; a node that already inspects one replies that it is not done."""
-        if self._is_busy:
+        if self._turn.locked():
             return _UNKNOWN
-        self._is_busy = True
-        try:
+        async with self._turn:
             return await self._inspect(question)
-        finally:
-            self._is_busy = False
 
     async def _inspect(self, question: InspectQuestion) -> CheckReply:
         process = await asyncio.create_subprocess_exec(

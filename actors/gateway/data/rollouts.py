@@ -369,46 +369,29 @@ async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord
 
 
 async def read_episode(
-    visitor: Visitor, record: JobRecord, seq: int, number: int
+    visitor: Visitor, record: JobRecord, seq: int, number: int, at: int | None = None
 ) -> dict[str, Any]:
-    """Return an episode of an entry of the log, with its tokens and the order of its steps."""
+    """Return an episode of an entry of the log with its tokens and the order of its steps.
+
+    With `at`: instead, the page of its steps that has this one, counted from 1, with their tokens.
+    """
     group, step = await read_group(visitor.broker, record, seq)
-    estimator = _estimator(record)
+    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
+    estimator = algorithm.get("advantage", "grpo")
 
     def show() -> dict[str, Any]:  # thousands of tokens, and images
         shown = show_episode(group, number, estimator=estimator, step=step)
-        steps = [item._asdict() for item in steps_of(group, number)]
-        tokens = show_tokens(group.trajectories[number], _texts_of(record))
-        return {"seq": seq, **shown, "steps": steps, **tokens}
-
-    shown = await visitor.share.in_thread(show)
-    return shown | await neighbours_of(visitor.broker, record, seq, number, len(group.trajectories))
-
-
-async def read_steps(
-    visitor: Visitor, record: JobRecord, seq: int, number: int, at: int
-) -> dict[str, Any]:
-    """Return an episode of an entry of the log, and the page of its steps that has step `at`."""
-    group, step = await read_group(visitor.broker, record, seq)
-    estimator = _estimator(record)
-
-    def show() -> dict[str, Any]:
-        shown = show_episode(group, number, estimator=estimator, step=step)
         steps, texts = steps_of(group, number), _texts_of(record)
+        if at is None:
+            order = {"steps": [item._asdict() for item in steps]}
+            return {"seq": seq, **shown, **order, **show_tokens(group.trajectories[number], texts)}
         first = (min(at, len(steps)) - 1) // STEPS_PER_PAGE * STEPS_PER_PAGE
         page = {"first": first, "num_steps": len(steps), "decoded": texts.known}
-        page["after_page"] = (
-            first + STEPS_PER_PAGE + 1 if len(steps) > first + STEPS_PER_PAGE else 0
-        )
         return {"seq": seq, **shown, **page, "steps": show_steps(group, steps, first, texts)}
 
     shown = await visitor.share.in_thread(show)
-    return shown | await neighbours_of(visitor.broker, record, seq, number, len(group.trajectories))
-
-
-def _estimator(record: JobRecord) -> str:
-    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
-    return algorithm.get("advantage", "grpo")
+    beside = await neighbours_of(visitor.broker, record, seq, number, len(group.trajectories))
+    return {**shown, **beside}
 
 
 def episode_in(request: Request) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from cachetools import TTLCache
 
 from ....broker.client.connection import Broker
 from ....broker.feed import parse_all, read_traces
-from ....broker.jetstream.direct_get import get_batch, get_last
+from ....broker.jetstream.direct_get import BatchInbox, get_last
+from ....broker.jetstream.streams import stream_info
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.profile import Advice, Span, advise, bound_key, lanes_of, profile_of, spans_of
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
@@ -20,8 +21,9 @@ from ....schemas.wire.trace import StepTrace
 
 MAX_STEPS = 100
 """Steps of one trace file."""
-_REPEATED = 64
-"""Traces before the expected one that are read, too: a resumed run has repeated steps."""
+_REPEATED = (32, 4096)
+"""Traces around the expected one that are read, too: a resumed run has repeated steps."""
+_AT_ONCE = 128
 _OUTER = frozenset({"step", "task", "queue", "rollout"})
 """Spans that only hold others, and tasks before they are begun."""
 WIDTH, LABEL, LANE = 1200, 150, 18
@@ -31,34 +33,44 @@ WIDTH, LABEL, LANE = 1200, 150, 18
 async def traces_of(broker: Broker, scope: JobScope, first: int, last: int) -> list[StepTrace]:
     """Return the traces of some steps, in order; of a repeated step the later one.
 
-    `last` 0: the newest step, and as many before it. Raises NotFoundError if there are none.
+    `last` 0: the newest `first` steps. Raises NotFoundError if there are none, MessageError for
+    more than `MAX_STEPS`.
     """
     if last and last - first >= MAX_STEPS:
         raise MessageError(
             f"steps {first} to {last} were asked for",
             hint=f"ask for at most {MAX_STEPS} steps at a time",
         )
-    newest = None
-    stored = await get_last(broker, scope.stream_trace, scope.trace)
-    if stored is not None:
-        newest = next(iter(parse_all([stored], StepTrace)), None)
+    newest = stored = None
+    if (await stream_info(broker, scope.stream_trace))["state"]["messages"]:
+        stored = await get_last(broker, scope.stream_trace, scope.trace)
+        newest = next(iter(parse_all([stored], StepTrace)), None) if stored else None
     if stored is None or newest is None:
         raise NotFoundError("this run has no traces of steps", hint="its first step is not over")
     first, last = (first, last) if last else (max(1, newest.step - first + 1), newest.step)
-    start = max(1, stored.seq - (newest.step - first) - _REPEATED)
-    traces: dict[int, StepTrace] = {}
-    while start <= stored.seq:
-        messages, _ = await get_batch(broker, scope.stream_trace, start, scope.trace)
-        for trace in parse_all(messages, StepTrace):
-            if first <= trace.step <= last:
-                traces[trace.step] = trace
-        if not messages or messages[-1].seq >= start + last - first + 2 * _REPEATED:
-            break
-        start = messages[-1].seq + 1
-    if not traces:
-        which = f"step {first} has" if first == last else f"steps {first} to {last} have"
-        raise NotFoundError(f"{which} no trace", hint=f"the newest trace is of step {newest.step}")
-    return [traces[step] for step in sorted(traces)]
+    for repeated in _REPEATED:
+        start = max(1, stored.seq - (newest.step - first) - repeated)
+        stop = min(stored.seq, start + last - first + 2 * repeated)
+        some = await _between(broker, scope, start, stop)
+        traces = {trace.step: trace for trace in some if first <= trace.step <= last}
+        if traces:
+            return [traces[step] for step in sorted(traces)]
+    which = f"step {first} has" if first == last else f"steps {first} to {last} have"
+    raise NotFoundError(f"{which} no trace", hint=f"the newest trace is of step {newest.step}")
+
+
+async def _between(broker: Broker, scope: JobScope, start: int, stop: int) -> list[StepTrace]:
+    """Return the traces stored from one sequence to another."""
+    inbox = BatchInbox(broker, max_messages=_AT_ONCE)
+    traces: list[StepTrace] = []
+    try:
+        while start <= stop:
+            messages, _ = await inbox.get(scope.stream_trace, start, scope.trace)
+            traces += parse_all(messages, StepTrace)
+            start = messages[-1].seq + 1 if messages else stop + 1
+    finally:
+        await inbox.close()
+    return traces
 
 
 def show_timeline(trace: StepTrace) -> dict[str, Any]:

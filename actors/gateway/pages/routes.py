@@ -15,11 +15,13 @@ from starlette.routing import Route
 
 from ....broker.calls import new_request_id
 from ....broker.client.connection import Broker
+from ....broker.feed import read_failed
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....schemas.config.load_config import write_yaml
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.local.folder import Folder
+from ....schemas.task import DeadLetter
 from ....schemas.version import VERSION
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ...storage.run_folders import checkpoint_folders
@@ -49,7 +51,7 @@ from .render import render
 
 # -- one run, and several compared -----------------------------------------------------------------
 
-_EVENTS, _ALL_EVENTS = 12, 500
+_EVENTS, _ALL_EVENTS, _FAILED = 12, 500, 200
 _ROLLOUT_QUERY = (
     *("step", "sort", "errors", "q", "reward_from", "reward_to", "version", "tokens_from"),
     *("sample", "beside"),
@@ -177,9 +179,9 @@ async def job_episode(request: Request) -> Response:
     """Show one episode, step by step; `?at=` names a step."""
     visitor, record = await rollouts.job_of(request)
     at = number_in(request, "at", 1, least=1) or 1
-    episode = await rollouts.read_steps(visitor, record, *rollouts.episode_in(request), at)
+    episode = await rollouts.read_episode(visitor, record, *rollouts.episode_in(request), at)
     named = rollouts.beside_in(request)
-    beside = None if named is None else await rollouts.read_steps(visitor, record, *named, at)
+    beside = None if named is None else await rollouts.read_episode(visitor, record, *named, at)
     query = {"beside": f"{named[0]}/{named[1]}"} if named else {}
     shown = {"episode": episode, "beside": beside, "at": request.query_params.get("at", "")}
     shown["query"] = urlencode(query)
@@ -197,6 +199,18 @@ async def job_timeline(request: Request) -> Response:
         problem = f"{error.message}: {error.hint}"
     more = {"timeline": shown, "problem": problem, "lane": LANE, "width": WIDTH}
     return await job_page(request, visitor, record, "timeline", more)
+
+
+async def job_failed(request: Request) -> Response:
+    """Show the tasks that failed for good, the newest first."""
+    visitor, record = await rollouts.job_of(request)
+    failed, problem = list[DeadLetter](), ""
+    try:
+        failed = (await read_failed(visitor.broker, record.scope))[::-1]
+    except NotFoundError:
+        problem = "The streams of this run were removed, or do not exist yet."
+    more = {"failed": failed[:_FAILED], "num_failed": len(failed), "problem": problem}
+    return await job_page(request, visitor, record, "failed", more)
 
 
 async def job_config(request: Request) -> Response:
@@ -517,7 +531,8 @@ async def act_form(request: Request) -> Response:
         action,
         operations.body_of(operations.BODIES[action], form),
     )
-    own = "/jobs" if action == "delete" else f"/jobs/{quote(record.job)}"
+    tab = "/failed" if action == "failed" else ""
+    own = "/jobs" if action == "delete" else f"/jobs/{quote(record.job)}{tab}"
     place = own if record.user == visitor.user else "/pool"
     return RedirectResponse(place, status_code=303)
 
@@ -599,6 +614,7 @@ def routes() -> list[Route]:
         ("/jobs/{job}/rollouts", job_rollouts),
         ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_episode),
         ("/jobs/{job}/timeline", job_timeline),
+        ("/jobs/{job}/failed", job_failed),
         ("/jobs/{job}/logs", job_logs),
         ("/jobs/{job}/events", job_events),
         ("/jobs/{job}/config", job_config),

@@ -18,7 +18,13 @@ from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.service import Introspection
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.feed import publish_log, publish_metric, publish_trace
+from tinkermq.broker.feed import (
+    publish_dead,
+    publish_log,
+    publish_metric,
+    publish_trace,
+    read_dead,
+)
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.jobs import JobStore
@@ -28,6 +34,7 @@ from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.metric import LogLines, Metric
 from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
 from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.task import Blame, DeadLetter, Task
 from tinkermq.schemas.tinker.names import ModelName
 from tinkermq.schemas.tinker.operation import (
     ModelInfo,
@@ -292,6 +299,35 @@ async def test_a_step_is_drawn_as_a_timeline_and_told_as_a_trace_file(
     assert (await gateway.get(f"{url}?from=1&to=101")).status == 400
 
 
+async def test_tasks_that_failed_for_good_are_listed_repeated_and_dropped(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    blame = Blame(boundary="task", code="bad_row", message=HOSTILE + "z" * 900, hint="mend it")
+    for number in range(4):
+        task = Task(task=number, seed=7, group_size=2)
+        letter = DeadLetter(task=task, blame=blame, num_attempts=1, source=HOSTILE, time=1.0)
+        await publish_dead(stack.broker, record.scope, letter)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}/failed")
+        rows = page.locator("tbody tr")
+        await expect(rows).to_have_count(4)
+        await expect(rows.first).to_contain_text("mend it")
+        await expect(rows.first.locator("summary")).to_contain_text("characters")
+        await rows.first.locator("button:text('Repeat')").click()
+        await expect(rows).to_have_count(3)
+        await rows.first.locator("button:text('Drop')").click()
+        await expect(rows).to_have_count(2)
+        assert await page.evaluate("window.hacked === undefined")
+        assert await page.locator("img[src=x]").count() == 0
+        await page.click("button:text('Drop all')")
+        await expect(page.locator("main")).to_contain_text("No task has failed for good")
+    letters = await read_dead(stack.broker, record.scope)
+    decided = [(one.task.task, one.decision) for one in letters if one.decision]
+    assert decided[:2] == [(3, "repeat"), (2, "drop")]
+    assert sorted(decided[2:]) == [(0, "drop"), (1, "drop")]
+
+
 async def test_the_pages_fit_a_phone_and_follow_the_theme(
     stack: Stack, gateway: Gateway, browser: Browser
 ) -> None:
@@ -311,7 +347,7 @@ async def test_the_pages_fit_a_phone_and_follow_the_theme(
         "/playground",
         f"/compare?run={record.job}",
         *(f"/jobs/{record.job}{tab}" for tab in ("", "/logs", "/rollouts", "/rollouts/1/0")),
-        *(f"/jobs/{record.job}{tab}" for tab in ("/timeline", "/rollouts/2/0")),
+        *(f"/jobs/{record.job}{tab}" for tab in ("/timeline", "/failed", "/rollouts/2/0")),
     ):
         await page.goto(path)
         wide = await page.evaluate("document.documentElement.scrollWidth")
