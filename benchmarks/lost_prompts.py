@@ -105,8 +105,9 @@ async def ours(role: str, kills: int, folder: Path) -> Row:
             groups = [entry.group for entry in entries if entry is not None]
             samples = [group.task.sample for group in groups if group is not None]
             trained += [sample for sample in samples if sample is not None]
-    reported = [metric.step for metric in run.metrics]
-    return counted("tinkermq", role, kills, trained, len(reported) - len(set(reported)))
+    again = [event for event in run.events if event.kind == "training_recovered"]
+    steps_lost = sum(int(event.message.split()[1]) for event in again)  # training N recorded steps
+    return counted("tinkermq", role, kills, trained, steps_lost)
 
 
 async def _kill_ours(stack: Stack, role: str, step: int, running: "asyncio.Task[Any]") -> None:
@@ -229,10 +230,11 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=20, help="in each run (default: 20)")
     options.add_argument("--peer", metavar="PYTHON", help="a Python with TRL; default: ours alone")
+    options.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="default: all")
     arguments = options.parse_args()
     kills, console = 1 if arguments.quick else arguments.kills, Console()
     results: list[Row] = []
-    for role in ROLES:
+    for role in arguments.roles:
         for side in ("tinkermq", *(["TRL"] if arguments.peer and role != "broker" else [])):
             with tempfile.TemporaryDirectory(prefix="lost-prompts-") as name:
                 folder = Path(name)

@@ -7,7 +7,7 @@ The prompt of row i is its number, so that the tokens of a step say which prompt
 
 # TRL and datasets are of the `bench` group, which development does without.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false
 
 import json
 import os
@@ -148,7 +148,7 @@ def train(settings: dict[str, Any]) -> None:
             """Train, and note."""
             places = (inputs[name].flatten().tolist() for name in ("input_ids", "position_ids"))
             in_step.update(rows_of(*places, tokenizer.decode))
-            return super().training_step(model, inputs, *rest)  # pyright: ignore[reportCallIssue]
+            return super().training_step(model, inputs, *rest)
 
     class Notes(TrainerCallback):
         """Writes down each step that has ended."""
@@ -169,6 +169,7 @@ def train(settings: dict[str, Any]) -> None:
         num_train_epochs=1,
         per_device_train_batch_size=settings["batch"] * settings["group"],
         gradient_accumulation_steps=1,
+        heartbeat_stale_after_s=20,  # a dead worker is noticed sooner than after 300 s
         token_budget=-1,  # as many samples a step as configured
         num_generations=settings["group"],
         max_completion_length=_TOKENS,
