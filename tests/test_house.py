@@ -119,7 +119,7 @@ def dead_links(description: str) -> list[str]:
     return [
         link
         for link, ours in own.items()
-        if not (link.startswith("https://") if ours is None else (ROOT / ours[1]).is_file())
+        if not (link.startswith("https://") if ours is None else (ROOT / ours[1]).exists())
     ]
 
 
