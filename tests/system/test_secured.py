@@ -376,7 +376,8 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
         assert having
         assert not [line for line in having if "generator" in line or "scheduler" in line]
         assert not processes_with(secret)
-        assert (Path(record.run_dir) / "wandb").is_dir()
+        folder = Path(record.run_dir) / "wandb"
+        await eventually(lambda: asyncio.to_thread(folder.is_dir), "the folder of wandb")
         await pool.stop(record.job, now=True)
 
         async def ended() -> bool:
