@@ -514,8 +514,6 @@ class TrainingConfigDict(TypedDict, total=False):
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups remain at its end."""
     kept_rollout_bytes: int
     """Bytes of rollouts kept in the run folder for people, beyond the log: half for the newest, half for samples of each checkpoint's steps; 0: none."""
-    plateau_steps: int
-    """Send a notification when validation, or else the reward, has not improved for N steps; 0: never."""
 
 class EvaluationConfigDict(TypedDict, total=False):
     slots: int

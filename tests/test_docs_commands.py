@@ -61,7 +61,9 @@ OTHERS = {
         "apt-get",
     ),
     *(
+        "nats-server",
         "systemctl",
+        "systemd-analyze",
         "systemd-sysusers",
         "systemd-tmpfiles",
         "docker",

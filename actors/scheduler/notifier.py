@@ -1,4 +1,4 @@
-"""Notify users of ended jobs and plateaus, and publish events of the jobs' state changes.
+"""Notify users of ended jobs, and publish events of the jobs' state changes.
 
 The scheduler sends notifications, so that they arrive while the user's laptop sleeps. apprise
 supports the services behind the URLs; each notification is sent by a process with a deadline, and
@@ -10,17 +10,15 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import structlog
 
 from ...broker.client.connection import Broker
 from ...broker.client.login import without_secrets
-from ...broker.feed import VALIDATION, ValidationScore, best_of, read_scores, recent_values
+from ...broker.feed import recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
 from ...envs.user_http import VARIABLE
@@ -34,8 +32,6 @@ from .jobs.secrets import SecretStore
 _SEND_S = 30.0
 _AT_ONCE = 8
 """Number of concurrent sending processes."""
-_LOOK_S = 2.0
-_REWARD = "training_step_reward"
 _TOLD = {"COMPLETED": "has finished", "FAILED": "has failed", "CANCELLED": "was stopped"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -49,45 +45,6 @@ class _Notification(NamedTuple):
     """Revision of the job's secrets, which are removed after its end unless they were replaced."""
 
 
-@dataclass
-class Plateau:
-    """Detects that a measure has not improved for a number of steps. Pure."""
-
-    patience: int
-    """Steps without improvement."""
-    measure: str = ""
-    best: float = float("-inf")
-    best_version: int = -1
-    best_step: int = 0
-    is_reported: bool = False
-    validated: str = ""
-    """The newest validation values at the time `scores` were read."""
-    scores: Mapping[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
-
-    def observe(self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]) -> bool:
-        """Add the newest numbers and the scores of all versions; return True once per plateau.
-
-        Validation counts if there is any, as it does for the best version, else the reward.
-        """
-        step = int(values.get("step", 0))
-        version = best_of(scores, scores)
-        if version is not None:
-            self.measure, best = VALIDATION, scores[version].mean
-            is_better = version > self.best_version
-            self.best_version = max(version, self.best_version)
-        elif _REWARD in values:
-            self.measure, best = _REWARD, values[_REWARD]
-            is_better = best > self.best
-        else:
-            return False
-        if is_better:
-            self.best, self.best_step, self.is_reported = best, step, False
-        if self.is_reported or step - self.best_step < self.patience:
-            return False
-        self.is_reported = True
-        return True
-
-
 class Notifier:
     """Sends notifications; one user's notifications do not delay another's."""
 
@@ -98,38 +55,11 @@ class Notifier:
         self._queue: asyncio.Queue[tuple[JobRecord, str]] = asyncio.Queue()
         self._waiting: dict[str, deque[_Notification]] = {}
         self._free = asyncio.Semaphore(_AT_ONCE)
-        self._plateaus: dict[str, Plateau] = {}
-        self._looked = float("-inf")
 
     def ended(self, record: JobRecord) -> None:
         """Notify about the end of a job, and remove its secrets."""
-        self._plateaus.pop(record.job, None)
         if record.secrets:
             self._queue.put_nowait((record, _TOLD[record.state]))
-
-    async def check_jobs(self, active: list[JobRecord]) -> None:
-        """Check running jobs with notifications for plateaus."""
-        if time.monotonic() - self._looked < _LOOK_S:
-            return
-        self._looked = time.monotonic()
-        for record in active:
-            training: dict[str, Any] = record.config.get("training") or {}
-            steps = int(training.get("plateau_steps") or 0)
-            if steps and NOTIFY_URL in record.secrets and record.state == "RUNNING":
-                await self._look_at(record, self._plateaus.setdefault(record.job, Plateau(steps)))
-
-    async def _look_at(self, record: JobRecord, plateau: Plateau) -> None:
-        try:
-            values = await recent_values(self._broker, record.scope)
-            validated = str(sorted(item for item in values.items() if item[0].startswith("val/")))
-            if VALIDATION in values and validated != plateau.validated:
-                plateau.scores = await read_scores(self._broker, record.scope)
-                plateau.validated = validated
-        except (NotFoundError, TimeoutError):
-            return
-        if plateau.observe(values, plateau.scores):
-            text = f"has not improved {plateau.measure} since step {plateau.best_step}"
-            self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 
     async def run(self) -> None:
         """Send notifications left by a previous scheduler, then new ones."""

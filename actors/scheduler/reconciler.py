@@ -287,7 +287,6 @@ class Reconciler:
             for record in active:
                 if (beat := beats.get(key_of(record))) is not None:
                     self._messenger.compare(record, is_paused=beat.state == "paused")
-            await self._notifier.check_jobs(active)
 
     def _rise_above_nodes(self) -> None:
         """Raise the epoch above that of all nodes: the broker may have lost a higher one."""

@@ -175,7 +175,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("ps", "runs:ps", "List runs."),
         _Command("watch", "train:watch", "Watch a run live."),
         _Command("attach", "train:watch", "Alias of `watch`."),
-        _Command("notify", "train:notify", "Notify when a run finishes, fails or stagnates."),
+        _Command("notify", "train:notify", "Notify when a run finishes or fails."),
         _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
         _Command("checkpoint", "runs:checkpoint", "Write a checkpoint of a run now."),
         _Command("pause", "runs:pause", "Pause a run."),

@@ -219,7 +219,7 @@ def _print_end(progress: RunProgress) -> None:
 
 
 def notify(run: str, /, *, common: Common = COMMON) -> int:
-    """Get a notification when a run finishes, fails or no longer improves.
+    """Get a notification when a run finishes or fails.
 
     The pool sends it, so this machine need not stay on. Its target is an Apprise URL, read from
     $TINKERMQ_NOTIFY_URL or standard input. The URL is a secret, so there is no option for it.

@@ -242,9 +242,6 @@ class TrainingConfig(Section):
     kept_rollout_bytes: int = Field(default=32 << 20, ge=0, le=1 << 40)
     """Bytes of rollouts kept in the run folder for people, beyond the log: half for the newest,
     half for samples of each checkpoint's steps; 0: none."""
-    plateau_steps: int = Field(default=0, ge=0)
-    """Send a notification when validation, or else the reward, has not improved for N steps; 0:
-    never."""
 
     @property
     def largest_staleness(self) -> int:

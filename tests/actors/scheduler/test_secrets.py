@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import http.server
-import itertools
 import json
 import socket
 import threading
@@ -11,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.credentials import Seal, close_seal
-from tinkermq.broker.feed import ValidationScore, publish_metric
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.clients.pool import Pool
@@ -31,10 +28,9 @@ from tinkermq.schemas.job import (
     SecretsRequest,
     StopRequest,
 )
-from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import AuthError
 from tinkermq.schemas.wire.message import Empty
-from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, JobScope, rpc
+from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, rpc
 
 from tests.actors.scheduler.conftest import Stack
 from tests.support.secrets_on_disk import files_with
@@ -300,64 +296,3 @@ async def test_secrets_for_the_next_attempt_outlast_the_notification_of_the_last
     await stopped_job(stack, "eve", letterbox.url)
     await until(lambda: bool(letterbox.letters), "the next notification of that user")
     assert await is_kept(stack, job)
-
-
-async def test_a_plateau_is_told_once(stack: Stack, letterbox: Letterbox) -> None:
-    await stack.scheduler_process()
-    await stack.node()
-    await stack.until_nodes(1)
-    config = {**stack.request().config, "training": {"plateau_steps": 10}}
-    job = await Pool(stack.broker).submit(config, secrets={NOTIFY_URL: letterbox.url})
-    job = await stack.until(job, "RUNNING")
-    scope = JobScope(job.user, job.job)
-    steps = itertools.count(1)
-
-    async def told() -> bool:
-        values = {"training_step_reward": 0.5}
-        metric = Metric(step=next(steps), values=values, time=1.0)
-        await publish_metric(stack.broker, scope, metric)
-        return bool(letterbox.letters)
-
-    await eventually(told, "the notification")
-    assert "has not improved training_step_reward since step" in letterbox.letters[0]["title"]
-    for _ in range(30):
-        await told()
-    stack.do(job, "learner", "done")
-    await until(lambda: "has finished" in letterbox.letters[-1]["title"], "the end to be told")
-    assert len(letterbox.letters) == 2
-
-
-def test_a_plateau_is_steps_without_a_better_value() -> None:
-    plateau = Plateau(10)
-    told = [
-        plateau.observe({"step": step, "training_step_reward": reward}, {})
-        for step, reward in [
-            (1, 0.1),
-            (5, 0.3),
-            (14, 0.3),
-            (15, 0.2),
-            (16, 0.2),
-            (20, 0.4),
-            (30, 0),
-        ]
-    ]
-    assert told == [False, False, False, True, False, False, True]
-    assert not plateau.observe({"step": 31}, {})
-
-
-def test_validation_counts_before_the_reward() -> None:
-    plateau, scores = Plateau(5), {2: ValidationScore(0.5, 0.0, 8, 0)}
-    assert not plateau.observe({"step": 1, "training_step_reward": 0.1}, {})
-    assert not plateau.observe({"step": 2, "training_step_reward": 9}, scores)
-    assert plateau.observe({"step": 7, "training_step_reward": 99}, scores)
-    assert (plateau.measure, plateau.best, plateau.best_step) == ("val/mean_score", 0.5, 2)
-
-
-def test_a_validation_that_was_cut_at_its_deadline_ends_no_plateau() -> None:
-    plateau, scores = Plateau(5), {2: ValidationScore(0.5, 0.0, 8, 0)}
-    assert not plateau.observe({"step": 2}, scores)
-    cut = {**scores, 4: ValidationScore(1.0, 1.0, 1, 7)}
-    assert not plateau.observe({"step": 4}, cut)
-    assert plateau.observe({"step": 7}, cut)
-    assert not plateau.observe({"step": 9}, {**cut, 8: ValidationScore(0.6, 0.0, 8, 0)})
-    assert plateau.best == 0.6
