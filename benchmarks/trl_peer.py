@@ -24,6 +24,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -191,19 +193,30 @@ def right_answer(completions: list[Any], ground_truth: list[str], **_: Any) -> l
 # -- sums, by a reward function ----------------------------------------------------------------
 
 
-def sums_reward(settings: Settings) -> Callable[..., list[float]]:
-    """Return the reward function of the sums: the steps of all games at the same time."""
-    threads = ThreadPoolExecutor(settings["env_workers"])
+@dataclass
+class SumsReward:
+    """Reward function of the sums: the steps of all games at the same time.
 
-    def play(completion: Any, truth: str) -> float:
-        game = SlowSumsGame(scale=settings["delay_scale"])
+    The asynchronous trainer sends it to another process.
+    """
+
+    scale: float
+    workers: int
+    __name__ = "last_number"
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """Where games play."""
+        return ThreadPoolExecutor(self.workers)
+
+    def __call__(self, completions: list[Any], ground_truth: list[str], **_: Any) -> list[float]:
+        """Return the reward of each answer."""
+        return list(self.threads.map(self._play, completions, ground_truth))
+
+    def _play(self, completion: Any, truth: str) -> float:
+        game = SlowSumsGame(scale=self.scale)
         game.reset(ground_truth=truth)
         return game.step(completion[0]["content"]).reward
-
-    def last_number(completions: list[Any], ground_truth: list[str], **_: Any) -> list[float]:
-        return list(threads.map(play, completions, ground_truth))
-
-    return last_number
 
 
 # -- the calculator, by a rollout function -----------------------------------------------------
@@ -345,7 +358,10 @@ def ways(settings: Settings, tokenizer: Any) -> dict[str, Callable[[], dict[str,
     CalculatorEnvironment.scale = settings["delay_scale"]
     return {
         "none": lambda: {"reward_funcs": right_answer, "processing_class": tokenizer},
-        "sums": lambda: {"reward_funcs": sums_reward(settings), "processing_class": tokenizer},
+        "sums": lambda: {
+            "reward_funcs": SumsReward(settings["delay_scale"], settings["env_workers"]),
+            "processing_class": tokenizer,
+        },
         "rollout": lambda: {
             "reward_funcs": game_reward,
             "rollout_func": Rollout(settings),
