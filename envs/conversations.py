@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..schemas.wire.errors import GameError
 from .game import AbstractGame, ChatMessage, StepResult
 from .running.episodes import Episodes, Opening
 
@@ -20,10 +21,16 @@ def converse(
 ) -> tuple[dict[str, list[ChatMessage]], list[tuple[str, StepResult]]]:
     """Play one episode; return the conversation of each role, and each action's role and result.
 
-    A role that never had a turn has no conversation. Raises GameError.
+    A role that never had a turn has no conversation. Raises GameError, also for a game without
+    roles.
     """
     episodes = Episodes(game_class, kwargs or {})
     episodes.reset(Opening("", seed, kwargs=reset_kwargs or {}))
+    if not episodes.running("").roles:
+        raise GameError(
+            f"{game_class.__name__} has no roles, and converse plays the roles of a game",
+            hint="play it with `tinkermq env play`, or call its reset and step",
+        )
     conversations: dict[str, list[ChatMessage]] = {}
     results: list[tuple[str, StepResult]] = []
     observation = ""

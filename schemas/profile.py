@@ -347,7 +347,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-# The traces of a run as spans, for tools that speak OpenTelemetry: a pure derivation.
+# The traces of a run as spans, for OpenTelemetry, Perfetto and the dashboard: a pure derivation.
 #
 # Only the ids of tasks and steps are random and sent in messages. The ids of spans below them are
 # derived from these, so the same traces always give the same spans.
@@ -446,6 +446,46 @@ def _of_group(group: GroupTrace) -> Iterator[Span]:
                 name, source, trace, _child(rollout, name), rollout, at, at + length, attributes
             )
             at += length
+
+
+def lanes_of(spans: Iterable[Span]) -> dict[str, list[list[Span]]]:
+    """Return each actor's spans in lanes, in which only children lie within their parents."""
+    sets: dict[tuple[str, str, str], list[Span]] = {}
+    for span in spans:
+        alone = span.name if span.name in ("send", "swap") else ""
+        sets.setdefault((span.actor, span.trace, alone), []).append(span)
+    lanes: dict[str, list[list[Span]]] = {}
+    for (actor, _, _), some in sorted(sets.items(), key=lambda item: _extent(item[1])[0]):
+        start, _ = _extent(some)
+        own = lanes.setdefault(actor, [])
+        free = next((lane for lane in own if _extent(lane)[1] <= start), None)
+        if free is None:
+            own.append(list(some))
+        else:
+            free += some
+    return lanes
+
+
+def _extent(spans: Sequence[Span]) -> tuple[float, float]:
+    return min(span.start for span in spans), max(span.end for span in spans)
+
+
+def trace_file(spans: Iterable[Span]) -> dict[str, Any]:
+    """Return spans in Chrome's trace format, which Perfetto opens: a process for each actor."""
+    events: list[dict[str, Any]] = []
+    for process, (actor, lanes) in enumerate(sorted(lanes_of(spans).items()), 1):
+        name = {"name": "process_name", "ph": "M", "pid": process, "args": {"name": actor}}
+        events.append(name)
+        events += [
+            {
+                **{"name": span.name, "ph": "X", "pid": process, "tid": lane},
+                **{"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6},
+                "args": {**span.attributes, "trace_id": span.trace, "span_id": span.span},
+            }
+            for lane, some in enumerate(lanes)
+            for span in some
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _child(parent: str, name: str) -> str:

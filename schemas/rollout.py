@@ -20,6 +20,7 @@ from .wire.array import (
     IntVector,
     MaskVector,
 )
+from .wire.bounds import Moment
 from .wire.codec import cut_info, pack, packed_bytes
 from .wire.errors import DataError, MessageError
 from .wire.images import images_of, number_images
@@ -101,6 +102,9 @@ class Trajectory(Message):
         default_factory=list[Literal["stop", "length"]]
     )
     """Why each turn ended; empty: unknown."""
+    turn_times: list[Moment] = Field(default_factory=list[Moment])
+    """When each turn ended, by its generator's clock; 0: unknown, as of turns recorded by another
+    generator; empty: unknown."""
     role: str = ""
     """Role; empty in a single-agent game."""
     episode: int = Field(default=-1, ge=-1)
@@ -160,6 +164,11 @@ class Trajectory(Message):
             raise ValueError(
                 f"finish_reasons has {len(self.finish_reasons)} entries for "
                 f"{len(self.turn_ends)} turns: give one for each, or none"
+            )
+        if len(self.turn_times) not in (0, len(self.turn_ends)):
+            raise ValueError(
+                f"turn_times has {len(self.turn_times)} entries for {len(self.turn_ends)} turns: "
+                "give one for each, or none"
             )
         if self.calls is not None and len(self.calls.numbers) != len(self.turn_ends):
             raise ValueError(

@@ -20,9 +20,9 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.measured import measured_s
-from tests.support.stack_fixtures import model, shared_stack, stack
+from tests.support.stack_fixtures import gate, model, shared_stack, stack
 
-__all__ = ["model", "shared_stack", "stack"]
+__all__ = ["gate", "model", "shared_stack", "stack"]
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")

@@ -146,7 +146,7 @@ class PriorityBody(Body):
 
 
 def _words(value: Any) -> Any:
-    """Return the words of a text; forms send tags like this."""
+    """Return the words of a text; forms send lists like this."""
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
@@ -166,7 +166,9 @@ class FailedBody(Body):
 
     decision: Decision
     """repeat: issue them again, each once; drop: take them off the list."""
-    tasks: list[int] = Field(default_factory=list[int], max_length=10_000)
+    tasks: Annotated[list[int], Field(max_length=10_000), BeforeValidator(_words)] = Field(
+        default_factory=list[int]
+    )
     """Their numbers; none: all that are listed."""
 
 

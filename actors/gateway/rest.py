@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ...broker.calls import all_users, ask_users
 from ...broker.feed import read_failed
 from ...schemas.job import JobRecord
+from ...schemas.profile import spans_of, trace_file
 from ...schemas.user import (
     AddUser,
     AuditList,
@@ -34,6 +35,7 @@ from .data import jobs, rollouts
 from .data.jobs import ARCHIVED, FIGURES, SORTS, STATES, row, select_rows
 from .data.metrics import exact_lines
 from .data.overview import actors_of, job_stream, summarize_run
+from .data.timeline import MAX_STEPS, traces_of
 from .pages.render import render
 from .sessions import Visitor
 from .tinker import rest
@@ -170,7 +172,8 @@ async def get_job(request: Request) -> Response:
     """Answer with a job's record, its newest figures and its actors."""
     visitor, record = await rollouts.job_of(request)
     seen = await summarize_run(gateway_of(request), visitor, record)
-    return Json({**_record(record), **seen["job"], "bottleneck": seen["bottleneck"]})
+    limit = {name: seen[name] for name in ("bottleneck", "change")}
+    return Json({**_record(record), **seen["job"], **limit})
 
 
 async def act_on_job(request: Request) -> Response:
@@ -242,6 +245,16 @@ async def get_episode(request: Request) -> Response:
     """Answer with one episode: messages, turns, tokens."""
     visitor, record = await rollouts.job_of(request)
     return Json(await rollouts.read_episode(visitor, record, *rollouts.episode_in(request)))
+
+
+async def get_timeline(request: Request) -> Response:
+    """Answer with the spans of some steps as a trace file, for Perfetto."""
+    visitor, record = await rollouts.job_of(request)
+    first, last = number_in(request, "from", least=1), number_in(request, "to", least=1)
+    if last is None:
+        first, last = (MAX_STEPS, 0) if first is None else (first, first + MAX_STEPS - 1)
+    traces = await traces_of(visitor.broker, record.scope, first or 1, last)
+    return Json(trace_file(span for trace in traces for span in spans_of(trace)))
 
 
 async def get_failed(request: Request) -> Response:
@@ -412,6 +425,16 @@ OPERATIONS: tuple[Operation, ...] = (
         f"{_JOB}/rollouts/{{seq:int}}/{{episode:int}}",
         get_episode,
         "One episode: messages, rewards, tokens",
+    ),
+    Operation(
+        "GET",
+        f"{_JOB}/timeline",
+        get_timeline,
+        "Who computed and who waited in some steps, as a trace file for Perfetto",
+        (
+            ("from", "integer", "first step; none: of the newest 100"),
+            ("to", "integer", "last step"),
+        ),
     ),
     Operation("GET", f"{_JOB}/failed", get_failed, "Tasks that failed for good, with reasons"),
     Operation("GET", f"{_JOB}/checkpoints", get_checkpoints, "Checkpoints, newest first"),

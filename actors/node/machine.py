@@ -13,10 +13,10 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from ...broker.client.faults import server_urls
+from ...schemas.version import VERSION
 from ...schemas.wire.errors import ConfigError, StateError
 
 _PACKAGES = {
-    "tinkermq": "tinkermq",
     "torch": "torch",
     "transformers": "transformers",
     "nvidia-cuda-runtime": "cuda",
@@ -44,7 +44,7 @@ def package_versions() -> dict[str, str]:
 
     Nothing is imported. CUDA and NCCL are those in packages, as torch's wheels bring.
     """
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "tinkermq": VERSION}
     for distribution in distributions():
         for prefix, name in _PACKAGES.items():
             if distribution.name == prefix or (

@@ -646,7 +646,7 @@ class CallAnswers:
             generation = await choice.generate(draw, cancel, answer.changed)
             if generation.finish_reason == "cancelled" and not choice.stopped:
                 raise errors.EngineError(f"the engine ended request {name} without an answer")
-        choice.end(generation.finish_reason, lambda: prompt.prompt_ids.tolist())
+        choice.end(generation.finish_reason)
         answer.generated[number] = _recorded(choice, generation)
         answer.changed()
 
@@ -667,6 +667,7 @@ class CallAnswers:
                     answer.choices[number].own_text,
                     request_digest=answer.digest,
                     request_id=answer.request_ids[0],
+                    ended=time.time(),
                 )
                 await self._log.append(call)
                 self.tree.add(call)

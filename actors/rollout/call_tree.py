@@ -130,6 +130,8 @@ class ModelCall(CallPrompt):
     """The answer as a message, as the program got it."""
     number: int = -1
     """Index among the episode's calls, in the order in which they ended; -1: not in the tree."""
+    ended: float = 0.0
+    """When it was answered; 0: another generator recorded it."""
     delivered: bool | None = None
     """Whether the program has the answer, according to its proxy or a later call; None: unknown."""
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])
@@ -378,11 +380,6 @@ def rows_of(
         why_not={call.number: why for call, why in why_not.items() if why},
         num_cut=sum(len(call.generated.token_ids) for call in waiting),
     )
-
-
-def trained_calls(tree: CallTree, which: str = "all") -> set[ModelCall]:
-    """Return the calls that are trained; by default all whose answer arrived."""
-    return {call for call, why in why_untrained(tree.calls, which).items() if not why}
 
 
 def _leaves(trained: Collection[ModelCall], main: ModelCall | None) -> list[ModelCall]:

@@ -107,6 +107,7 @@ class ExactCalls:
         *,
         request_digest: bytes = b"",
         request_id: str = "",
+        ended: float = 0.0,
     ) -> ModelCall:
         """Return the answered call, outside of the tree; `text` if it differs from the tokens'."""
         reader = prompt.reader()
@@ -121,6 +122,7 @@ class ExactCalls:
             request_digest=request_digest,
             request_id=request_id,
             reply=reader.reply,
+            ended=ended,
         )
 
     def finish(

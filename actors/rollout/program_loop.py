@@ -104,6 +104,7 @@ def _trajectory(
         rewards=rewards,
         finish=finish,
         finish_reasons=["length" if reason == "length" else "stop" for reason in reasons],
+        turn_times=[tree.calls[number].ended for number in row.calls],
         episode=plan.number,
         kind=row.kind,
         calls=places,

@@ -12,6 +12,7 @@ turns. If the game answers them as before, nothing is lost; otherwise the episod
 """
 
 import asyncio
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
@@ -57,6 +58,8 @@ class Transcript:
     experts: list[ExpertRecord] = field(default_factory=list[ExpertRecord])
     """Experts of all tokens but the last, one part per turn, if the engine records them."""
     turn_ends: list[int] = field(default_factory=list[int])
+    turn_times: list[float] = field(default_factory=list[float])
+    """When each turn ended; 0: another generator recorded it."""
     rewards: list[float] = field(default_factory=list[float])
     observations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     """Messages between two turns, for each turn that the game has answered."""
@@ -115,6 +118,7 @@ class Transcript:
         self.logprobs += [*(token.logprob for token in begun), *rest.logprobs.tolist()]
         self.versions += [*(token.version for token in begun), *rest.versions.tolist()]
         self.turn_ends.append(len(self.token_ids) - 1)
+        self.turn_times.append(time.time())
         if rest.experts is not None:
             self._add_experts(rest.experts)
 
@@ -168,6 +172,7 @@ class Transcript:
                 "stop" if self.token_ids[end] in stop_token_ids else "length"
                 for end in self.turn_ends
             ],
+            turn_times=self.turn_times,
             greedy=greedy,
             teaching=teaching,
             role=role,
@@ -304,6 +309,7 @@ class Recorded:
             made.logprobs += segment.logprobs.tolist()
             made.versions += segment.versions.tolist()
             made.turn_ends += segment.turn_ends
+            made.turn_times += [0.0] * len(segment.turn_ends)
             made.rewards += segment.rewards
             made.observations += segment.messages_by_turn()
         made.num_prompt = made.mask.index(1)

@@ -53,7 +53,11 @@ def join_rows(rows: Sequence[Trajectory]) -> Trajectory:
     }
     joined["turn_ends"] = (joined["turn_ends"] + starts).astype(np.int32)
     return rows[0].model_copy(
-        update={**joined, "finish_reasons": [why for item in rows for why in item.finish_reasons]}
+        update={
+            **joined,
+            "finish_reasons": [why for item in rows for why in item.finish_reasons],
+            "turn_times": [at for item in rows for at in item.turn_times],
+        }
     )
 
 

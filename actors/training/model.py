@@ -38,7 +38,7 @@ from ..policy.layers import (
     needs_masks,
     reach_of,
 )
-from ..policy.model_folder import load_causal_lm, load_model_config, load_policy
+from ..policy.model_folder import class_of, load_causal_lm, load_model_config, load_policy
 from ..policy.small_copy import make_small_copy
 from ..policy.vision import embed
 from ..storage.adapters import root_of
@@ -518,9 +518,11 @@ def try_model(job: JobConfig) -> None:
     config = load_model_config(root_of(model.path), trust_remote_code=model.trust_remote_code)
     if job.generator.count and job.generator.engine == "vllm":
         refuse_in_vllm(model.path, config.to_dict(), adapts=job.lora.rank > 0)
-    with contextlib.suppress(CheckSkipped), torch.random.fork_rng(devices=[]):
-        try_rows(config)
-        try_layers(job)
+    with torch.random.fork_rng(devices=[]):
+        with contextlib.suppress(CheckSkipped):
+            try_rows(config)
+        if class_of(config) is not None:  # a model's own code may need its weights
+            try_layers(job)
 
 
 def try_rows(config: Any) -> bool:

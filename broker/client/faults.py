@@ -50,9 +50,9 @@ _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 """Answers of a cluster without a quorum, and of a server without free storage."""
 _WRONG_SEQUENCE = frozenset({10071, 10164})
 _STORE_FAILED = 10077
+_STREAM_FAILED = 10051
+"""Answer to a purge for which there is no space, and to faults of other requests."""
 _STORE = "store"
-INVITED = "invited"
-"""User name of log-ins with an invitation."""
 _STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _FROM_A_CHECKPOINT = (
@@ -98,6 +98,7 @@ class Refused(errors.BrokerError):
         """Describe JetStream's `error` for the request `what`."""
         self.description = str(error.get("description", ""))
         self.err_code = int(error.get("err_code", 0))
+        self._is_purge = what.startswith("$JS.API.STREAM.PURGE.")
         self.is_absent = error.get("code") == 404
         """Whether the requested item does not exist."""
         super().__init__(
@@ -123,7 +124,7 @@ class Refused(errors.BrokerError):
     @property
     def is_passing(self) -> bool:
         """Whether the broker cannot store now, but can once servers or room are back."""
-        return self.err_code in _PASSING
+        return self.err_code in _PASSING or (self._is_purge and self.err_code == _STREAM_FAILED)
 
 
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> errors.BrokerError:
@@ -247,14 +248,8 @@ def without_users(url: str, user: str) -> errors.BrokerError:
     )
 
 
-def refused(url: str, user: str, error: Exception) -> errors.LogInRefusedError:
+def refused(url: str, error: Exception) -> errors.LogInRefusedError:
     """Return the error of a user whom the server refuses."""
-    if user == INVITED:
-        return errors.LogInRefusedError(
-            f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
-            "used up or expired",
-            hint="see whether it is whole, or ask an admin for another (`tinkermq user invite`)",
-        )
     return errors.LogInRefusedError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
         hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "

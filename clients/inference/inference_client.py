@@ -77,7 +77,12 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
             f"there is no model folder and no run {run!r}",
             hint=validation.did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
         ) from error
-    if record.kind == "infer" or not record.configured:
+    if not record.configured:
+        raise ConfigError(
+            f"{record.name} waits for its configuration: it has no model yet",
+            hint="its client gives it with `set_config` and `fit`",
+        )
+    if record.kind == "infer":
         raise ConfigError(
             f"{record.name} is a job of kind {record.kind}, which trains no model",
             hint="give a training run, or the model folder",

@@ -424,14 +424,7 @@ class Plan:
                 "state_bytes": self.load.state_bytes,
                 "snapshots": self.load.num_snapshots,
             },
-            "settings": {
-                "learner.microbatch_tokens": self.learner.microbatch_tokens,
-                "learner.gradient_checkpointing": self.learner.gradient_checkpointing,
-                "learner.offload_activations": self.learner.offload_activations,
-                "generator.max_requests": self.engine.max_requests,
-                "generator.max_batched_tokens": self.engine.batched_tokens,
-                "generator.memory_share": self.engine.memory_share,
-            },
+            "settings": self._settings(),
             "actors": [_actor_map(actor) for actor in self.actors],
             "seconds": {
                 "generation": self.times.generation_s,
@@ -468,7 +461,14 @@ class Plan:
                 else "generates while the learner trains"
             )
             lines.append(f"both share the card: the engine {sleeps}")
-        lines.append(f"settings: {', '.join(self._settings())}")
+        settings = (
+            f"{key}={json.dumps(value)}"
+            for key, value in self._settings().items()
+            if (key.startswith("learner.") or len(self.actors) > 1)
+            and (self.is_vllm or key != "generator.max_batched_tokens")
+            and not (value is None or (value is False and key == "learner.offload_activations"))
+        )
+        lines.append(f"settings: {', '.join(settings)}")
         times = self.times
         lines.append(
             f"a step: {times.step_s:.1f} s (generation {times.generation_s:.1f} s, training "
@@ -492,23 +492,16 @@ class Plan:
                 held += f"; earlier turns hold {load.num_snapshots} of half the context"
         return held
 
-    def _settings(self) -> list[str]:
+    def _settings(self) -> dict[str, int | float | None]:
         """Return the keys and values with which the job runs."""
-        learner, engine = self.learner, self.engine
-        settings = [
-            f"learner.microbatch_tokens={learner.microbatch_tokens}",
-            f"learner.gradient_checkpointing={str(learner.gradient_checkpointing).lower()}",
-        ]
-        if learner.offload_activations:
-            settings.append("learner.offload_activations=true")
-        if len(self.actors) == 1:
-            return settings
-        settings.append(f"generator.max_requests={engine.max_requests}")
-        if self.is_vllm:
-            settings.append(f"generator.max_batched_tokens={engine.batched_tokens}")
-        if engine.memory_share is not None:
-            settings.append(f"generator.memory_share={engine.memory_share:g}")
-        return settings
+        return {
+            "learner.microbatch_tokens": self.learner.microbatch_tokens,
+            "learner.gradient_checkpointing": self.learner.gradient_checkpointing,
+            "learner.offload_activations": self.learner.offload_activations,
+            "generator.max_requests": self.engine.max_requests,
+            "generator.max_batched_tokens": self.engine.batched_tokens,
+            "generator.memory_share": self.engine.memory_share,
+        }
 
 
 def _actor_map(actor: ActorMemory) -> dict[str, Any]:

@@ -167,40 +167,32 @@ def choose_learner_settings(
     configured = learner.microbatch_tokens
     sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
     sizes = [*sizes, learner.max_row_tokens] if configured == "auto" else [configured]
-    ways = _ways_of_activations(job)
+    ways = _ways_of_activations(job, sizes[-1])
     if models is None:
-        careful = next((way for way in ways if way.checkpointing), ways[-1])
-        return LearnerSettings(sizes[-1], careful.checkpointing, careful.offloads)
+        return next((way for way in ways if way.gradient_checkpointing), ways[-1])
     usable = _CHOSEN_SHARE * memory.usable_bytes(card.memory_bytes)
     for way in ways:
         for tokens in sizes:
             is_slow = tokens < _WITHOUT_CHECKPOINTING and tokens != sizes[0]
-            if is_slow and not way.checkpointing and len(ways) > 1:
+            if is_slow and not way.gradient_checkpointing and len(ways) > 1:
                 break
-            settings = LearnerSettings(tokens, way.checkpointing, way.offloads)
+            settings = way._replace(microbatch_tokens=tokens)
             terms = _terms(job, models, settings)
             passing = sum(term.num_bytes for term in terms if term.name in memory.PASSING)
             if shared and passing > _SHARED_PASSES * card.memory_bytes:
                 continue
             if sum(term.num_bytes for term in terms) <= usable:
                 return settings
-    return LearnerSettings(sizes[-1], ways[-1].checkpointing, ways[-1].offloads)
+    return ways[-1]
 
 
-class _Way(NamedTuple):
-    """The handling of activations."""
-
-    checkpointing: bool
-    offloads: bool
-
-
-def _ways_of_activations(job: JobConfig) -> list[_Way]:
-    """Return the ways that a job allows, fastest first."""
+def _ways_of_activations(job: JobConfig, tokens: int) -> list[LearnerSettings]:
+    """Return the settings of activations that a job allows, fastest first."""
     recompute, offload = job.learner.gradient_checkpointing, job.learner.offload_activations
     return [
-        way
-        for way in (_Way(False, False), _Way(True, False), _Way(True, True))
-        if recompute in ("auto", way.checkpointing) and offload in ("auto", way.offloads)
+        LearnerSettings(tokens, recomputes, offloads)
+        for recomputes, offloads in ((False, False), (True, False), (True, True))
+        if recompute in ("auto", recomputes) and offload in ("auto", offloads)
     ]
 
 

@@ -146,7 +146,7 @@ async def test_a_full_queue_makes_the_publisher_wait(broker: Broker, scope: JobS
     async def fill() -> None:
         nonlocal number
         while True:
-            await queue.publish(make_task(number), deadline_s=2.0)
+            await queue.publish(make_task(number), deadline_s=5.0)
             number += 1
 
     with pytest.raises(
@@ -201,7 +201,7 @@ async def test_a_publish_without_a_server_ends_at_its_deadline(
 
 async def test_the_queue_of_a_removed_job_is_named(broker: Broker, scope: JobScope) -> None:
     queue = TaskQueue(broker, scope)
-    pulling = asyncio.create_task(queue.pull(1, 30))
+    pulling = asyncio.create_task(queue.pull(1, PATIENCE_S))
     await asyncio.sleep(0.1)
     await delete_job_streams(broker, scope)
     with pytest.raises(NotFoundError, match=f"there is no stream {scope.stream_task}"):

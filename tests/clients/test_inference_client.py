@@ -19,7 +19,7 @@ from tinkermq.clients import (
     run_inference,
 )
 from tinkermq.clients.base import JobAddress, parse_broker_url, parse_server_url
-from tinkermq.clients.cli.evaluation import Progress, print_report, resolve_served
+from tinkermq.clients.cli.evaluation import Progress, find_served, print_report
 from tinkermq.clients.cli.serving import _print_served
 from tinkermq.clients.home import Home, StackState, find_openai
 from tinkermq.clients.inference.inference_client import (
@@ -111,7 +111,7 @@ async def test_a_run_comes_before_a_folder_of_its_name_unless_that_is_named_as_o
     pool = Pool(broker)
     assert (await find_source(pool, ended.name)).fork_of == f"{ended.job}@last"
     assert (await find_source(pool, f"./{ended.name}")).fork_of is None
-    _, env = await resolve_served(pool, ended.name)
+    _, env = await find_served(pool, ended.name)
     assert env == ended.config["env"]
     model_folder(tmp_path / "no-run", max_position_embeddings=512)
     assert (await find_source(pool, "no-run")).fork_of is None
@@ -142,6 +142,14 @@ async def test_an_inference_job_trains_nothing_that_could_be_served(
     serving = await JobStore(broker).create(new_record(scope, kind="infer"), "test")
     with pytest.raises(ConfigError, match="of kind infer, which trains no model"):
         await find_source(Pool(broker), serving.name)
+
+
+async def test_a_run_that_waits_for_its_configuration_has_no_model_yet(
+    broker: Broker, scope: JobScope
+) -> None:
+    waiting = await JobStore(broker).create(new_record(scope, configured=False), "test")
+    with pytest.raises(ConfigError, match="waits for its configuration"):
+        await find_source(Pool(broker), waiting.name)
 
 
 def test_options_are_laid_over_the_runs_configuration() -> None:

@@ -28,6 +28,7 @@ from tinkermq.envs.games.row_games import Board, O, X, make_player, one_ply
 from tinkermq.envs.games.tictactoe import TicTacToeGame
 from tinkermq.envs.running.episodes import Episodes, global_draws
 from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 MODULES = {"addition": addition, "calculator": calculator, "bandit": bandit, "guess": guess}
 
@@ -390,6 +391,11 @@ def test_another_opponent_leaves_the_policy_one_role(seed):
     info = results[-1][1].info
     assert info["type"] == "alphabeta:9"
     assert returns(results)[role] == info["win_rate"] - info["loss_rate"] <= 0
+
+
+def test_a_game_without_roles_is_refused_where_roles_are_played() -> None:
+    with pytest.raises(GameError, match="has no roles"):
+        converse(bandit.BanditGame, lambda *_: "1")
 
 
 def test_negotiation_gives_each_role_what_the_price_leaves_it():

@@ -24,6 +24,7 @@ from tinkermq.schemas.wire.errors import (
     GameError,
     MessageError,
     NotFoundError,
+    ReleaseError,
     SandboxError,
     StateError,
 )
@@ -31,7 +32,7 @@ from tinkermq.schemas.wire.errors import (
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually, until
 
 
-@ISOLATIONS
+@pytest.mark.parametrize("isolation", ["thread", "process"])
 async def test_an_episode_from_reset_to_done(broker, scope, isolation):
     async with hosting(broker, scope, isolation=isolation, workers=2) as client:
         reply = await client.reset("a", seed=5)
@@ -213,13 +214,21 @@ async def test_a_stopping_host_does_not_wait_for_ever(broker, scope):
             await client.running
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa1v\x02"])
-async def test_malformed_requests_get_an_error_reply_and_harm_nothing(broker, scope, payload):
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        *((payload, MessageError) for payload in (b"", b"\xc1", b"\x93\x01\x02\x03")),
+        (b"\x81\xa1v\x02", ReleaseError),
+    ],
+)
+async def test_malformed_requests_get_an_error_reply_and_harm_nothing(
+    broker, scope, payload, error
+):
     async with hosting(broker, scope) as client:
         await client.reset("a")
         for subject in (scope.env_reset, scope.env(client.host.name, "step"), scope.env_describe):
             reply = await broker.request(subject, payload)
-            assert reply.headers["Nats-Service-Error-Code"] == MessageError.code
+            assert reply.headers["Nats-Service-Error-Code"] == error.code
         assert await client.play_to_the_end("a") == 3
 
 
@@ -507,7 +516,7 @@ async def test_a_host_that_dies_amid_a_step_is_found_out(broker, scope):
         await asyncio.wait_for(caller.reset("b", START), 1)
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@ISOLATIONS
 async def test_tools_and_their_answers_travel(broker, scope, isolation):
     kwargs = {"tool_format": "hermes", "sandbox": {"packages": [], "keep_state": True}}
     code = (
@@ -527,7 +536,11 @@ async def test_tools_and_their_answers_travel(broker, scope, isolation):
 
 @pytest.mark.parametrize(
     ("game", "isolation"),
-    [("Adding", "thread"), ("Adding", "process"), ("AddingAsync", "thread")],
+    [
+        ("Adding", "thread"),
+        pytest.param("Adding", "process", marks=pytest.mark.full),
+        ("AddingAsync", "thread"),
+    ],
 )
 async def test_results_of_several_calls_travel_as_messages_of_their_own(
     broker, scope, game, isolation

@@ -17,6 +17,7 @@ from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.load_config import parse_config
 
 from tests.support.configs import REPOSITORY, small_job
+from tests.support.gate import Gate
 from tests.support.processes import alive
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
@@ -28,12 +29,11 @@ pytestmark = [pytest.mark.faults, pytest.mark.full]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("away_s", [45, pytest.param(450, marks=pytest.mark.long)])
 async def test_a_job_goes_on_after_its_broker_was_away(
-    away_s: float, tmp_path: Path, model: Path
+    away_s: float, tmp_path: Path, model: Path, gate: Gate
 ) -> None:
-    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 4}
     config = small_job(
         model,
-        env={**slow, "hosts": 1},
+        env={**gate.env(4), "num_val": 4, "hosts": 1},
         training={"num_steps": 30, "test_freq": 10, "validate_before_training": True},
         generator={"count": 2},
     )
@@ -57,7 +57,8 @@ async def test_a_job_goes_on_after_its_broker_was_away(
             assert [pid for pid in [*kept, *stack.pids] if not alive(pid)] == []
             assert not hosting.done()
             stack.server.start()
-            ended = await job.until("COMPLETED", deadline_s=300)
+            gate.open()
+            ended = await job.until("COMPLETED")
             stopping.set()
             await hosting
         assert (ended.attempt, ended.losses) == (1, 0)

@@ -25,32 +25,32 @@ from tinkermq.schemas.wire.subjects import (
 )
 
 from tests.support.configs import small_job
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.stack import Stack
 from tests.support.waiting import eventually, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
-SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
-
-async def _started(stack: Stack, model: Path, num_steps: int = 30) -> Job:
+async def _started(stack: Stack, model: Path, gate: Gate) -> Job:
     job = await stack.submit(
         small_job(
             model,
-            env=SLOW,
+            env=gate.env(4),
             generator={"segment_tokens": 3},
-            training={"num_steps": num_steps, "save_freq": 2},
+            training={"num_steps": 20, "save_freq": 2},
         )
     )
     await job.until_step(4)
     return job
 
 
-async def _fails_without(stack: Stack, model: Path, kind: str) -> tuple[Job, str]:
+async def _fails_without(stack: Stack, model: Path, gate: Gate, kind: str) -> tuple[Job, str]:
     """Delete a stream of a run that is under way; return what the run fails with."""
-    job = await _started(stack, model)
+    job = await _started(stack, model, gate)
     await delete_stream(stack.broker, _named(job, kind))
+    gate.open()
     reason = (await job.until("FAILED")).reason
     assert f"there is no stream {_named(job, kind)}" in reason
     return job, reason
@@ -61,34 +61,41 @@ def _named(job: Job, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["{}-task", "{}-feed", "{}-segment", "KV_{}-weights", "OBJ_{}-weights"]
+    "kind",
+    [
+        "{}-task",
+        "KV_{}-weights",
+        *(pytest.param(f"{{}}-{one}", marks=pytest.mark.long) for one in ("feed", "segment")),
+        pytest.param("OBJ_{}-weights", marks=pytest.mark.long),
+    ],
 )
 async def test_a_run_without_one_of_its_streams_names_it_and_goes_on_when_it_is_resumed(
-    stack: Stack, model: Path, kind: str
+    stack: Stack, model: Path, gate: Gate, kind: str
 ) -> None:
-    job, reason = await _fails_without(stack, model, kind)
+    job, reason = await _fails_without(stack, model, gate, kind)
     assert "`tinkermq resume RUN` makes it again" in reason
     await job.resume()
     await job.until("COMPLETED")
 
 
-@pytest.mark.parametrize("kind", ["{}-rollout", "{}-batch"])
+@pytest.mark.parametrize("kind", ["{}-rollout", pytest.param("{}-batch", marks=pytest.mark.long)])
 async def test_a_run_without_its_log_names_it_and_does_not_begin_another(
-    stack: Stack, model: Path, kind: str
+    stack: Stack, model: Path, gate: Gate, kind: str
 ) -> None:
-    job, reason = await _fails_without(stack, model, kind)
+    job, reason = await _fails_without(stack, model, gate, kind)
     assert "`tinkermq fork RUN@STEP`" in reason
     await job.resume()
     record = await job.until("FAILED")
     assert f"stream {_named(job, kind)} was deleted and made again" in record.reason
 
 
-@pytest.mark.parametrize("kind", ["{}-trace", "{}-log", "{}-dead"])
 async def test_a_run_needs_no_stream_that_only_tells_of_it(
-    stack: Stack, model: Path, kind: str
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    job = await _started(stack, model)
-    await delete_stream(stack.broker, _named(job, kind))
+    job = await _started(stack, model, gate)
+    for kind in ("{}-trace", "{}-log", "{}-dead"):
+        await delete_stream(stack.broker, _named(job, kind))
+    gate.open()
     await job.until("COMPLETED")
 
 
@@ -101,20 +108,21 @@ async def _is_there(stack: Stack, bucket: str) -> bool:
 
 
 async def test_the_scheduler_makes_shared_buckets_again_and_runs_go_on(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, gate: Gate
 ) -> None:
     actors = (BUCKET_ACTORS, BUCKET_NODES)
     buckets = (*actors, BUCKET_REQUESTS, BUCKET_SECRETS, BUCKET_EVALS, BUCKET_COPIES)
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model, num_steps=40)
+        job = await _started(stack, model, gate)
         for bucket in (*buckets, BUCKET_LEASES):
             await delete_stream(stack.broker, f"KV_{bucket}")
-        step = (await job.metrics())[-1].step
-        await job.until_step(step + 3)
+        gate.let(9)
+        await job.until_step(9)
         for bucket in buckets:
             await delete_stream(stack.broker, f"KV_{bucket}")
             await eventually(partial(_is_there, stack, bucket), f"bucket {bucket}")
         await stack.until_nodes()
+        gate.open()
         record = await job.until("COMPLETED")
         assert record.attempt == 1
         another = await stack.submit(small_job(model))
@@ -122,10 +130,10 @@ async def test_the_scheduler_makes_shared_buckets_again_and_runs_go_on(
 
 
 async def test_a_pool_without_the_records_of_its_jobs_stops_nothing_and_says_what_is_gone(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, gate: Gate
 ) -> None:
     async with Stack(tmp_path) as stack:
-        await _started(stack, model)
+        await _started(stack, model, gate)
         await delete_stream(stack.broker, f"KV_{BUCKET_JOBS}")
         request = SubmitRequest(request_id="another", config=small_job(model))
         with pytest.raises(NotFoundError, match=f"there is no stream KV_{BUCKET_JOBS}") as raised:

@@ -21,6 +21,7 @@ from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.load_config import parse_config
 
 from tests.support.configs import small_job
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.processes import alive
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
@@ -39,15 +40,17 @@ async def assert_nothing_lost(job: Job) -> None:
 
 @pytest.mark.full
 async def test_a_generator_and_then_an_environment_host_killed_amid_episodes(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 20}))
+    job = await stack.submit(small_job(model, env=gate.env(4), training={"num_steps": 20}))
     await job.until_step(4)
     killed = await job.kill("generator-0")
     assert await TaskQueue(stack.broker, job.scope).pending_numbers(), "it held no task"
-    await job.until_step(10)
+    gate.let(14)  # of which some are no one's any more
+    await job.until_step(8)
     assert not alive(killed)
     await job.kill("environment-0")
+    gate.open()
     await job.until("COMPLETED")
     await assert_every_task_once(job)
     assert len(await job.events("generator_ready")) == 2
@@ -57,56 +60,65 @@ async def test_a_generator_and_then_an_environment_host_killed_amid_episodes(
 
 
 async def test_a_learner_killed_after_recording_a_batch_and_before_a_checkpoint(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    job = await stack.submit(small_job(model, env=SLOW, training={"save_freq": 6}))
+    training = {"save_freq": 9, "num_steps": 15}
+    job = await stack.submit(small_job(model, env=gate.env(2), training=training))
     await job.until_step(2)
     pid, seen = await job.pid("learner"), len(await job.batches())
+    gate.let(5)
     while len(await job.batches()) == seen:
         pass
     assert await job.kill("learner") == pid  # the step of the newest record is not done yet
     first = await job.until_event("training_recovered")
     assert first.data["step"] == 0
+    gate.let(11)
     await job.until_event("checkpoint_saved")
-    told = await job.until_step(7)  # the last checkpoint is that of step 6, and long will be
+    told = await job.until_step(10)  # the last checkpoint is that of step 9, and long will be
     await job.kill("learner")
+    gate.open()
     second = await job.until_event("training_recovered", count=2)
-    assert second.data["step"] == 6
-    assert int(second.message.split()[1]) >= told.step - 6
+    assert second.data["step"] == 9
+    assert int(second.message.split()[1]) >= told.step - 9
     await assert_nothing_lost(job)
     told_steps = [metric.step for metric in await job.metrics()]
-    assert list(dict.fromkeys(told_steps)) == list(range(1, 13))  # one may be told twice …
+    assert list(dict.fromkeys(told_steps)) == list(range(1, 16))  # one may be told twice …
     lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     written = [json.loads(line)["step"] for line in lines]
-    assert written == list(range(1, 13))  # … but is written once
+    assert written == list(range(1, 16))  # … but is written once
 
 
 @pytest.mark.full
 async def test_a_node_that_hangs_while_its_learner_trains_on_hands_its_job_over(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, gate: Gate
 ) -> None:
     async with Stack(tmp_path) as stack:
-        job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 150}))
+        job = await stack.submit(small_job(model, env=gate.env(4), training={"num_steps": 20}))
         await job.until_step(4)
         [hanging] = [pid for pid in stack.pids if "--name" in psutil.Process(pid).cmdline()]
         stack.start("node", "other")
         await stack.until_nodes(2)
         os.kill(hanging, signal.SIGSTOP)
+        gate.let(10)
         lost = await job.until_event("job_lost")
         assert lost.message == "node 'node' of the learner was silent for too long"
         await job.until_event("training_started", count=2)
+        gate.open()
         await assert_nothing_lost(job)
         assert job.record.losses == 1
 
 
 @pytest.mark.full
-async def test_a_rank_of_the_learner_killed_amid_training(stack: Stack, model: Path) -> None:
+async def test_a_rank_of_the_learner_killed_amid_training(
+    stack: Stack, model: Path, gate: Gate
+) -> None:
     learner = {"slots": 2, "ranks": 2}
-    job = await stack.submit(small_job(model, env=SLOW, learner=learner))
+    job = await stack.submit(small_job(model, env=gate.env(4), learner=learner))
     await job.until_step(4)  # the last checkpoint, of both ranks, is that of step 3
     pid = await job.pid("learner")
     [rank] = psutil.Process(await job.pid("rank-1")).children()
     rank.kill()
+    gate.open()
     recovered = await job.until_event("training_recovered")
     assert recovered.data["step"] >= 3
     assert not alive(pid)
@@ -117,7 +129,6 @@ async def test_a_rank_of_the_learner_killed_amid_training(stack: Stack, model: P
 
 
 PPO = {
-    "env": {"game": "tests.support.games:SlowGuess", "num_val": 0},
     "rollout": {"max_turns": 3, "max_response_tokens": 64},
     "algorithm": {"advantage": "gae", "sample": "turn", "gamma": 0.9, "filter_equal_rewards": True},
     "critic": {"lr": 1e-3, "warmup_steps": 2},
@@ -127,11 +138,12 @@ PPO = {
 
 @pytest.mark.full
 async def test_a_learner_killed_amid_ppo_over_turns_with_a_curriculum(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    job = await stack.submit(small_job(model, **PPO))
+    job = await stack.submit(small_job(model, env=gate.env(7, "HeldGuess"), **PPO))
     await job.until_step(5)  # the last checkpoint, with its critic, is that of step 3
     await job.kill("learner")
+    gate.open()
     recovered = await job.until_event("training_recovered")
     assert recovered.data["step"] >= 3
     await assert_nothing_lost(job)  # replays the critic, too
@@ -163,7 +175,7 @@ async def assert_choices_are_those_of_the_log(job: Job) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("evaluator", [False, True])
+@pytest.mark.parametrize("evaluator", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_who_validates_killed_in_the_middle_of_a_validation(
     stack: Stack, model: Path, evaluator: bool
 ) -> None:
@@ -192,9 +204,10 @@ async def test_who_validates_killed_in_the_middle_of_a_validation(
 
 @pytest.mark.full
 async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    config = small_job(model, env={**SLOW, "num_val": 24}, training={"test_freq": 6})
+    env = {**gate.env(10), "num_val": 24}  # of which 24 episodes are of version 0
+    config = small_job(model, env=env, training={"test_freq": 6})
     job = await stack.submit(config)
     stream, results = job.scope.stream_validation, job.scope.validation_result(6, "*")
 
@@ -204,6 +217,7 @@ async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
     await job.until_streams()
     await job.eventually(some_are_played, "the validation of version 6")
     await job.kill("learner")
+    gate.open()
     await assert_nothing_lost(job)
     validations = await job.validations()
     assert set(validations) == {0, 6, 12}
@@ -212,30 +226,34 @@ async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
 
 @pytest.mark.full
 async def test_a_scheduler_and_then_a_broker_killed_while_the_job_trains(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 18}))
-    told = await job.until_step(3)
-    before = {name: actor.pid for name, actor in (await job.actors()).items()}
+    job = await stack.submit(small_job(model, env=gate.env(3), training={"num_steps": 18}))
+    await job.until_step(3)
+    before = {name: await job.pid(name) for name in ("learner", "generator-0", "environment-0")}
     stack.kill("scheduler")
-    await job.until_step(told.step + 3)  # training needs no scheduler
+    gate.let(7)
+    await job.until_step(7)  # training needs no scheduler
     stack.start("scheduler")
-    told = await job.until_step(told.step + 4)
+    await stack.until_nodes()
     stack.kill("nats-server")
     await asyncio.sleep(1)
     stack.server.start()
-    await job.until_step(told.step + 2)
-    assert {name: actor.pid for name, actor in (await job.actors()).items()} == before
+    gate.let(11)
+    await job.until_step(11)
+    assert {name: await job.pid(name) for name in before} == before
+    gate.open()
     await assert_nothing_lost(job)
 
 
 @pytest.mark.full
-async def test_a_node_killed_with_all_its_actors(stack: Stack, model: Path) -> None:
-    job = await stack.submit(small_job(model, env=SLOW))
+async def test_a_node_killed_with_all_its_actors(stack: Stack, model: Path, gate: Gate) -> None:
+    job = await stack.submit(small_job(model, env=gate.env(4)))
     await job.until_step(4)
     before = {actor.pid for actor in (await job.actors()).values()}
     stack.kill("node")
     stack.start("node")
+    gate.open()
     await assert_nothing_lost(job)
     assert not [pid for pid in before if alive(pid)]
     assert len(await job.events("training_started")) == 2

@@ -12,6 +12,7 @@ from tinkermq.actors.storage.stores import UrlStore
 from tinkermq.broker.jetstream.objects import ObjectStore
 
 from tests.support.configs import small_job
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.namespaces import Network
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
@@ -26,7 +27,9 @@ pytestmark = [
     ),
 ]
 
+
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
+"""So that each checkpoint is uploaded; one that a newer one overtakes is not."""
 
 
 @pytest.fixture
@@ -55,11 +58,13 @@ def names_below(folder: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
-async def submit(stack: Stack, s3: S3, model: Path, **training: Any) -> Job:
+async def submit(
+    stack: Stack, s3: S3, model: Path, env: dict[str, Any] | None = None, **training: Any
+) -> Job:
     put_model(s3, model)
     config = small_job(
         model,
-        env=SLOW,
+        env=env or SLOW,
         training=training,
         storage={"url": s3.url("lab")},
     )
@@ -68,13 +73,14 @@ async def submit(stack: Stack, s3: S3, model: Path, **training: Any) -> Job:
 
 
 async def test_a_job_whose_node_vanished_goes_on_where_no_path_is_in_common(
-    tmp_path: Path, model: Path, s3: S3
+    tmp_path: Path, model: Path, s3: S3, gate: Gate
 ) -> None:
     async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
-        job = await submit(stack, s3, model, num_steps=18)
+        job = await submit(stack, s3, model, gate.env(6), num_steps=18)
         await job.until_event("checkpoint_uploaded", count=2)
         stack.kill("node")
         stack.start("node", "other")
+        gate.open()
         again = await job.until_event("training_started", count=2)
         assert int(again.data["step"]) >= 6
         await job.until("COMPLETED")
@@ -88,7 +94,8 @@ async def test_a_job_whose_node_vanished_goes_on_where_no_path_is_in_common(
         assert "step_000018" not in there["node"]
         assert names_below(run, "checkpoints") == []
         mirror = CheckpointMirror.of_run(s3.url("lab"), job.scope, keep_last=2, keep_every=0)
-        assert [one.step for one in mirror.whole()] == [15, 18]
+        kept = [one.step for one in mirror.whole()]
+        assert (len(kept), kept[-1]) == (2, 18)
         assert mirror.fetch_newest(run / "checkpoints") == []
         await assert_every_task_once(job)
         await assert_replay_is_identical(job)
@@ -96,6 +103,7 @@ async def test_a_job_whose_node_vanished_goes_on_where_no_path_is_in_common(
             assert len(names_below(tmp_path / f"disk-{name}" / "cache", "*.held")) == 1
 
 
+@pytest.mark.long
 async def test_a_checkpoint_in_the_store_is_forked_and_served_by_a_node_that_never_saw_it(
     tmp_path: Path, model: Path, s3: S3
 ) -> None:
@@ -119,7 +127,7 @@ async def test_a_checkpoint_in_the_store_is_forked_and_served_by_a_node_that_nev
 
 
 async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_that_dies(
-    tmp_path: Path, model: Path, network: Network
+    tmp_path: Path, model: Path, network: Network, gate: Gate
 ) -> None:
     for name in ("node", "other"):  # each machine has the model, and no path leads to the other's
         shutil.copytree(model, tmp_path / f"disk-{name}" / "model")
@@ -128,7 +136,7 @@ async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_t
     async with Stack(tmp_path, apart=apart, network=network) as stack:
         config = small_job(
             apart / "model",
-            env=SLOW,
+            env=gate.env(6),
             training={"num_steps": 18},
             storage={"url": "broker:"},
             limits={"checkpoint_bytes": 64 << 20},
@@ -138,6 +146,7 @@ async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_t
         network.cut("node")
         stack.kill("node")
         stack.start("node", "other")
+        gate.open()
         again = await job.until_event("training_started", count=2)
         assert int(again.data["step"]) >= 6
         await job.until("COMPLETED")
@@ -146,7 +155,7 @@ async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_t
         assert there == ["step_000015", "step_000018"]
         store = ObjectStore(stack.broker, job.scope.object_checkpoints)
         kept = {name.partition("-")[0] for name in await store.names()}
-        assert kept == {".job", *there}
+        assert (len(kept), kept & {".job", "step_000018"}) == (3, {".job", "step_000018"})
         shutil.copytree(tmp_path / "disk-other" / inside, job.run_dir / "checkpoints")
         shutil.copytree(model, apart / "model")  # the replay is here
         await assert_every_task_once(job)
@@ -154,12 +163,12 @@ async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_t
 
 
 async def test_an_adapter_in_the_store_goes_on_and_is_served_with_its_base_from_there(
-    tmp_path: Path, model: Path, s3: S3
+    tmp_path: Path, model: Path, s3: S3, gate: Gate
 ) -> None:
     put_model(s3, model)
     config = small_job(
         model,
-        env=SLOW,
+        env=gate.env(3),
         training={"num_steps": 9},
         storage={"url": s3.url("lab")},
         lora={"rank": 4},
@@ -171,6 +180,7 @@ async def test_an_adapter_in_the_store_goes_on_and_is_served_with_its_base_from_
         await job.until_event("checkpoint_uploaded")
         stack.kill("node")
         stack.start("node", "other")
+        gate.open()
         again = await job.until_event("training_started", count=2)
         assert int(again.data["step"]) >= 3
         await job.until("COMPLETED")
@@ -193,22 +203,25 @@ async def test_a_node_that_sees_another_tokenizer_under_the_models_path_fails_th
     async with Stack(tmp_path, slots=1, apart=apart) as stack:
         stack.start("node", "other")
         await stack.until_nodes(2)
-        job = await stack.submit({**small_job(apart / "model", env=SLOW), "output_dir": str(apart)})
+        job = await stack.submit({**small_job(apart / "model"), "output_dir": str(apart)})
         ended = await job.until("FAILED")
         assert f"sees another {apart}/model/tokenizer.json than" in ended.reason
 
 
 async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(
-    tmp_path: Path, model: Path, s3: S3
+    tmp_path: Path, model: Path, s3: S3, gate: Gate
 ) -> None:
     async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
         s3.faults.set("507", method="PUT", only="step_")
-        job = await submit(stack, s3, model, num_steps=30, keep_rollouts=False, keep_last=1)
+        job = await submit(
+            stack, s3, model, gate.env(9), num_steps=18, keep_rollouts=False, keep_last=1
+        )
         failed = await job.until_event("checkpoint_upload_failed")
         assert "could not write step_000003" in failed.message
         await job.until_step(9)
         assert await job.rollout_log.first_seq() == 1
         s3.faults.set("", 0)
+        gate.open()
         await job.until_event("checkpoint_uploaded")
 
         async def trimmed() -> bool:

@@ -15,6 +15,7 @@ from tinkermq.schemas.task import BatchRecord
 
 from tests.faults.injected import append_untrainable, episode, kill_after_checkpoint
 from tests.support.configs import small_job
+from tests.support.gate import Gate
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
@@ -26,27 +27,23 @@ def _reasons(records: list[BatchRecord]) -> set[str]:
 
 
 async def test_what_comes_while_recorded_steps_are_trained_again_is_trained(
-    stack: Stack, tmp_path: Path
+    stack: Stack, tmp_path: Path, gate: Gate
 ) -> None:
     """Episodes that outlast the start of a learner end in the middle of its replay."""
     from tinkermq.actors.policy.tiny_models import save_tiny_model
 
     large = save_tiny_model(tmp_path / "large", width=256, layers=6, seed=1)
-    game = {"delay_s": 0.2, "tail_s": 6.0, "tail_share": 0.05}
+    env = gate.env(12, delay_s=0.2, tail_s=6.0, tail_share=0.05)
     job = await stack.submit(
         small_job(
             large,
-            env={
-                "game": "tests.support.games:SlowBandit",
-                "kwargs": game,
-                "num_val": 0,
-                "workers": 48,
-            },
+            env={**env, "workers": 48},
             training={"num_steps": 20, "save_freq": 0, "staleness_policy": "train"},
         )
     )
     await job.until_step(12)
     await job.kill("learner")
+    gate.open()
     await job.until_event("training_recovered")
     await job.until("COMPLETED")
     assert "malformed" not in _reasons(await job.batches())
@@ -55,12 +52,15 @@ async def test_what_comes_while_recorded_steps_are_trained_again_is_trained(
 
 
 async def test_a_learner_killed_between_a_checkpoint_and_the_next_issue_goes_on(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
     """With no staleness allowed every entry of the log is decided then, and none can come."""
-    job = await stack.submit(small_job(model, training={"max_staleness": 0, "num_steps": 9}))
+    training = {"max_staleness": 0, "num_steps": 12, "save_freq": 1}
+    job = await stack.submit(small_job(model, env=gate.env(0), training=training))
     pid = await job.pid("learner")
-    saved = await asyncio.to_thread(kill_after_checkpoint, stack, job, pid)
+    killing = asyncio.create_task(asyncio.to_thread(kill_after_checkpoint, stack, job, pid))
+    gate.open()
+    saved = await killing
     again = await job.until_event("training_started", count=2)
     assert again.data["step"] == saved
     await job.until("COMPLETED")
@@ -68,15 +68,21 @@ async def test_a_learner_killed_between_a_checkpoint_and_the_next_issue_goes_on(
     await assert_replay_is_identical(job)
 
 
-@pytest.mark.parametrize("keep_rollouts", [True, False], ids=["kept", "trimmed"])
+@pytest.mark.parametrize(
+    "keep_rollouts",
+    [
+        pytest.param(True, id="kept"),
+        pytest.param(False, marks=pytest.mark.long, id="trimmed"),
+    ],
+)
 async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
-    stack: Stack, model: Path, keep_rollouts: bool
+    stack: Stack, model: Path, gate: Gate, keep_rollouts: bool
 ) -> None:
     training = {"num_steps": 24, "keep_rollouts": keep_rollouts}
-    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
-    job = await stack.submit(small_job(model, env=slow, training=training))
+    job = await stack.submit(small_job(model, env=gate.env(10), training=training))
     await job.until_step(10)
     await job.stop()
+    gate.open()
     await job.until("CANCELLED")
     checkpoints = CheckpointStore(job.run_dir, keep_last=2, keep_every=0)
     before, newest = checkpoints.steps()[-2:]
@@ -99,14 +105,14 @@ async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_bef
 
 
 async def test_a_learner_that_does_not_see_the_runs_checkpoints_begins_no_second_run(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
     """As on a node that sees other files under the same name."""
-    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
     training = {"num_steps": 24, "keep_rollouts": False}
-    job = await stack.submit(small_job(model, env=slow, training=training))
+    job = await stack.submit(small_job(model, env=gate.env(10), training=training))
     await job.until_step(10)
     await job.stop()
+    gate.open()
     await job.until("CANCELLED")
     folder = job.run_dir / "checkpoints"
     folder.rename(job.run_dir / "elsewhere")
@@ -160,8 +166,8 @@ async def test_a_run_whose_last_group_from_outside_is_dropped_asks_for_another(
         assert "publish 1 more" in told.message
 
         async def asks() -> bool:
-            waits_for = (await job.actors())["learner"].waits_for
-            return waits_for == (
+            learner = (await job.actors()).get("learner")
+            return learner is not None and learner.waits_for == (
                 "1 more groups from outside, 0 of them under way (1 could not be trained)"
             )
 

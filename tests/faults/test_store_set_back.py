@@ -20,6 +20,7 @@ from tinkermq.schemas.metric import LOST_STEPS
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, BUCKET_NODES
 
 from tests.support.configs import REPOSITORY, small_job
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.proofs import (
     assert_every_position_once,
@@ -32,12 +33,13 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.faults, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_STEPS = 24
+HALF = pytest.param(0.5, marks=pytest.mark.long, id="half")
+NOTHING = pytest.param(0.0, id="all")
 
 
-async def _started(stack: Stack, model: Path, **training: object) -> Job:
-    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+async def _started(stack: Stack, model: Path, env: dict[str, Any], **training: object) -> Job:
     training = {"num_steps": NUM_STEPS, "keep_last": 4, **training}
-    return await stack.submit(small_job(model, env=slow, training=training))
+    return await stack.submit(small_job(model, env=env, training=training))
 
 
 def _copy_store(stack: Stack, copy: Path) -> None:
@@ -86,14 +88,21 @@ async def _asked(stack: Stack, command: str) -> Any:
     return json.loads(answer)
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["learner-lives", "learner-dies"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(False, id="learner-lives"),
+        pytest.param(True, marks=pytest.mark.long, id="learner-dies"),
+    ],
+)
 async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
-    tmp_path: Path, model: Path, killed: bool
+    tmp_path: Path, model: Path, gate: Gate, killed: bool
 ) -> None:
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model)
+        job = await _started(stack, model, gate.env(7))
         await job.until_step(7)
         _copy_store(stack, tmp_path / "copy")
+        gate.let(14)
         await job.until_step(14)
         pid = await job.pid("learner")
         _set_back(stack, tmp_path / "copy")
@@ -110,32 +119,38 @@ async def test_a_run_goes_on_from_what_an_older_copy_of_the_store_holds(
         assert "1 runs have lost" in shown["logs of runs"]
         record = await job.read()
         assert record.losses == 0
+        gate.open()
         await _ends_whole(job)
 
 
+@pytest.mark.long
 async def test_a_run_begins_again_when_the_store_is_from_before_its_first_step(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, gate: Gate
 ) -> None:
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model)
+        job = await _started(stack, model, gate.env(0))
         await job.until_streams()
         _copy_store(stack, tmp_path / "copy")
-        await job.until_step(6)
+        gate.let(7)
+        await job.until_step(7)
         _set_back(stack, tmp_path / "copy")
+        gate.open()
         told = await job.until_event("store_rewound")
         assert told.data["lost_steps"] >= 4
         await _ends_whole(job)
 
 
 async def test_a_run_whose_checkpoints_are_all_newer_than_the_store_goes_on_from_the_newest(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, gate: Gate
 ) -> None:
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model, keep_rollouts=False, keep_last=2)
+        job = await _started(stack, model, gate.env(8), keep_rollouts=False, keep_last=2)
         await job.until_step(8)
         _copy_store(stack, tmp_path / "copy")
+        gate.let(17)
         await job.until_step(17)
         _set_back(stack, tmp_path / "copy")
+        gate.open()
         await job.until_event("store_rewound")
         await job.until("COMPLETED")
         steps = CheckpointStore(job.run_dir, keep_last=2, keep_every=0).steps()
@@ -146,16 +161,17 @@ async def test_a_run_whose_checkpoints_are_all_newer_than_the_store_goes_on_from
         assert records[-1].step == NUM_STEPS
 
 
-@pytest.mark.parametrize("share", [0.5, 0.0], ids=["half", "all"])
+@pytest.mark.parametrize("share", [HALF, NOTHING])
 async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
-    tmp_path: Path, model: Path, share: float
+    tmp_path: Path, model: Path, gate: Gate, share: float
 ) -> None:
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model)
+        job = await _started(stack, model, gate.env(12))
         await job.until_step(12)
         stack.server.kill()
         _cut(stack, job.scope.stream_rollout, share)
         stack.server.start()
+        gate.open()
         if share:
             await job.until_event("store_rewound")
             await _ends_whole(job)
@@ -164,15 +180,22 @@ async def test_a_run_goes_on_when_the_last_block_of_its_rollout_log_is_cut(
             assert "was deleted and made again" in record.reason
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["scheduler-lives", "scheduler-dies"])
-@pytest.mark.parametrize("share", [0.5, 0.0], ids=["half", "all"])
+@pytest.mark.parametrize(
+    "restarted",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="scheduler-lives"),
+        pytest.param(True, id="scheduler-dies"),
+    ],
+)
+@pytest.mark.parametrize("share", [HALF, NOTHING])
 async def test_runs_whose_records_are_lost_go_on(
     tmp_path: Path, model: Path, share: float, restarted: bool
 ) -> None:
     async with Stack(tmp_path) as stack:
         ended = await stack.submit(small_job(model, training={"num_steps": 2}))
         await ended.until("COMPLETED")
-        live = [await _started(stack, model) for _ in range(2)]
+        gates = [Gate(tmp_path / f"gate-{number}") for number in range(2)]
+        live = [await _started(stack, model, one.env(4)) for one in gates]
         for job in live:
             await job.until_step(4)
         stack.server.kill()
@@ -183,6 +206,8 @@ async def test_runs_whose_records_are_lost_go_on(
         stack.server.start()
         if restarted:
             stack.start("scheduler")
+        for one in gates:
+            one.let(8)
 
         async def all_there() -> bool:
             listed = await JobStore(stack.broker).list_jobs()
@@ -191,6 +216,8 @@ async def test_runs_whose_records_are_lost_go_on(
         await eventually(all_there, "the records to be restored")
         for job in () if share else (ended, *live):  # half a block may hold older records
             assert "record" in (await job.until_event("record_restored")).message
+        for one in gates:
+            one.open()
         for job in live:
             record = await job.until("COMPLETED")
             assert record.attempt == 1

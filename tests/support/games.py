@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -113,22 +112,6 @@ class Snoop(BanditGame):
     def step(self, action: str) -> StepResult:
         came_off = self.came_off()
         return StepResult(f"{came_off} came off", float(came_off), done=True)
-
-
-class TellingSnoop(Snoop):
-    """Fails with how many of its tries came off."""
-
-    def step(self, action: str) -> StepResult:
-        raise ValueError(f"{self.came_off()} came off")
-
-
-class EndsItsProcess(BanditGame):
-    """Ends the process that plays it."""
-
-    def step(self, action: str) -> StepResult:
-        """End, having said something."""
-        print("so long", flush=True)
-        os._exit(0)
 
 
 def command_of(environ: Path) -> bytes:
@@ -251,23 +234,6 @@ class HeldEcho(EchoGame):
         """Wait for the file, then answer."""
         while self.turns == 2 and not self._until.exists():
             time.sleep(0.02)
-        return super().step(action)
-
-
-class UnevenEcho(EchoGame):
-    """Takes long over each turn of one episode in eight."""
-
-    def __init__(self, delay_s: float = 0.02, tail_s: float = 1.0) -> None:
-        self._delay_s, self._tail_s = delay_s, tail_s
-
-    def reset(self, **kwargs: Any) -> str:
-        """Draw whether it takes long, and begin."""
-        self._is_long = self.rng.random() < 1 / 8
-        return super().reset(**kwargs)
-
-    def step(self, action: str) -> StepResult:
-        """Wait, then answer."""
-        time.sleep(self._tail_s if self._is_long else self._delay_s)
         return super().step(action)
 
 

@@ -1,12 +1,10 @@
 """Import every module of some packages of ours, in an environment that may lack others' packages.
 
-`python imports.py [schemas,actors.gateway clients.cli.agents]`: packages, and modules to leave
-out; all without any. A module that imports what only `tinkermq[worker]` brings is left out
-where torch is not installed.
+`python imports.py schemas,actors.gateway clients.cli.agents`: packages, and modules to leave out.
+Without any, all but what imports packages that only `tinkermq[worker]` and larger extras bring.
 """
 
 import importlib
-import importlib.util
 import pkgutil
 import sys
 
@@ -17,10 +15,9 @@ WORKER = {"torch", "transformers", "safetensors", "peft", "gguf", "llguidance", 
 WORKER |= {"pynvml", "setproctitle", "pyrage", "vllm"}
 
 
-def import_all(packages: list[str], left_out: set[str]) -> list[str]:
-    """Import all modules below some packages; return those that lack what `worker` brings."""
+def import_all(packages: list[str], left_out: set[str], may_lack: set[str]) -> list[str]:
+    """Import all modules below some packages; return those that lack packages of `may_lack`."""
     lacking: list[str] = []
-    allowed = WORKER if importlib.util.find_spec("torch") is None else set[str]()
     names = [f"tinkermq.{name}" for name in packages]
     while names:
         name = names.pop()
@@ -29,17 +26,18 @@ def import_all(packages: list[str], left_out: set[str]) -> list[str]:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in allowed:
+            if (error.name or "").partition(".")[0] not in may_lack:
                 raise
             lacking.append(name)
         else:
             below = pkgutil.iter_modules(getattr(module, "__path__", []), f"{name}.")
-            names += [found.name for found in below if not found.name.endswith(".__main__")]
+            names += [found.name for found in below]
     return lacking
 
 
 if __name__ == "__main__":
     chosen, left_out = sys.argv[1:] or (ROOMS, OTHER_EXTRA)
-    lacking = import_all(chosen.split(","), set(left_out.split(",")))
+    may_lack = set[str]() if sys.argv[1:] else WORKER
+    lacking = import_all(chosen.split(","), set(left_out.split(",")), may_lack)
     count = sum(name.startswith("tinkermq.") for name in sys.modules)
     print(f"Python {sys.version.split()[0]}: {count} modules; {len(lacking)} need torch")

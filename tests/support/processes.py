@@ -6,9 +6,27 @@ import signal
 import time
 from pathlib import Path
 
+from tinkermq.envs.sandbox.sandbox import descendants
+
 from tests.support.waiting import PATIENCE_S
 
 _LISTENS = "0A"
+
+
+class Below:
+    """Processes that a test starts below this one.
+
+    Not those that other tests left there, a stack or a browser, nor what these start meanwhile.
+    """
+
+    def __init__(self) -> None:
+        """Take those that are there now as those of others."""
+        self._others = set(descendants(os.getpid())) - {os.getpid()}
+
+    def pids(self) -> set[int]:
+        """Return those that run now."""
+        mine = set(descendants(os.getpid())) - {os.getpid()}
+        return mine - {pid for other in self._others for pid in descendants(other)}
 
 
 def alive(pid: int) -> bool:

@@ -1,6 +1,6 @@
 """Fixtures of the tests that run the whole stack; tests/conftest.py imports them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.message import Empty
 
 from tests.support.configs import REPOSITORY
+from tests.support.gate import Gate
 from tests.support.stack import Stack
 
 WARM_MODELS = REPOSITORY / "outputs" / "models"
@@ -20,6 +21,14 @@ WARM_MODELS = REPOSITORY / "outputs" / "models"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random model, for runs in which learning does not matter."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", width=64, layers=2, seed=1)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """Return a gate of the test's own, which is open at the end."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.open()
 
 
 def warm_model(game: str, kind: TinyKind = "qwen3") -> Path:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -224,7 +223,7 @@ async def test_checkpoints_of_runs_teach_and_are_referred_to_when_their_run_has_
     job = await stack.submit(
         small_job(model, algorithm=algorithm, env=game, training={"num_steps": 4})
     )
-    shutil.rmtree(before.run_dir)
+    before.run_dir.rename(before.run_dir.with_name("elsewhere"))
     await job.until("COMPLETED")
     config = job.record.config["algorithm"]
     kept = [config["teacher"]["bandit"], config["reference"]["path"]]
@@ -277,6 +276,7 @@ def _job(model: Path, steps: int, **env: Any) -> dict[str, Any]:
     return small_job(model, env=fragile | env, learner=learner, training=training)
 
 
+@pytest.mark.long
 async def test_a_policy_learns_not_to_hang_its_game_where_that_is_a_penalty(
     stack: Stack, model: Path
 ) -> None:

@@ -18,9 +18,11 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.faults.injected import append_untrainable, episode
 from tests.support.configs import small_job
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
@@ -269,16 +271,16 @@ FAR = 1_000_000
 
 
 async def test_junk_on_every_subject_of_a_running_job_harms_nothing(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    env = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.05}, "num_val": 0}
-    job = await stack.submit(small_job(model, env=env, training={"num_steps": 20}))
+    job = await stack.submit(small_job(model, env=gate.env(3), training={"num_steps": 20}))
     await job.until_step(3)
     before = {name: actor.pid for name, actor in (await job.actors()).items()}
     num_stored = await _throw(stack, job.scope)
     asked = job.scope.control_by("root", "learner")
     request = ControlRequest(verb="status")
-    await call(stack.broker, asked, request, ControlReply, timeout_s=30, waiting_for="the learner")
+    await call(stack.broker, asked, request, ControlReply, timeout_s=PATIENCE_S, waiting_for="it")
+    gate.open()
     told = await job.until_event("control_by_admin")
     assert told.message == "status asked for by user root for local"
     await job.until("COMPLETED")

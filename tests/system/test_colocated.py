@@ -26,6 +26,7 @@ from tests.system.test_resume import assert_repeats
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
+NCCL = pytest.param("nccl", marks=pytest.mark.long)
 GAME = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.05}, "num_val": 0}
 
 
@@ -105,7 +106,7 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     assert sorted(await job.validations()) == [0, 3, 6, 8]
 
 
-@pytest.mark.parametrize("transport", ["object", "nccl"])
+@pytest.mark.parametrize("transport", ["object", NCCL])
 async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
     stack: Stack, model: Path, tmp_path: Path, transport: str
 ) -> None:
@@ -132,7 +133,7 @@ async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("transport", ["object", "nccl"])
+@pytest.mark.parametrize("transport", ["object", NCCL])
 async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
     stack: Stack, model: Path, transport: str
 ) -> None:
@@ -171,6 +172,7 @@ async def test_both_compute_at_the_same_time_where_they_fit(stack: Stack, model:
     assert (await job.read()).is_colocated
 
 
+@pytest.mark.long
 async def test_an_on_policy_run_whose_engine_sleeps_in_each_step_plays_the_same_again(
     stack: Stack, model: Path
 ) -> None:

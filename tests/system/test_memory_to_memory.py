@@ -24,6 +24,7 @@ NCCL = {"transport": "nccl"}
 
 
 @pytest.mark.learns
+@pytest.mark.long
 async def test_a_model_learns_whatever_dies(stack: Stack) -> None:
     config = example("bandit", f"model.path={warm_model('bandit')}")
     config |= {"weights": NCCL}

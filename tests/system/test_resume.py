@@ -17,6 +17,7 @@ from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
 from tests.support.configs import small_job
+from tests.support.gate import Gate
 from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
@@ -26,15 +27,17 @@ pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 SENT = {"publish_dtype": "bfloat16", "lr": 1e-6}
 """So that new weights travel as differences."""
-SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, gate: Gate
 ) -> None:
-    job = await stack.submit(small_job(model, env=SLOW, learner=SENT, training={"keep_last": 10}))
+    job = await stack.submit(
+        small_job(model, env=gate.env(4), learner=SENT, training={"keep_last": 10})
+    )
     await job.until_step(4)
     await job.stop()
+    gate.open()
     stopped = await job.until("CANCELLED")
     assert stopped.reason == "stopped with a checkpoint"
     checkpoints = CheckpointStore(job.run_dir, keep_last=1, keep_every=0)
@@ -42,7 +45,7 @@ async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
     assert step == (await job.batches())[-1].step
 
     await job.resume()
-    fork_config = small_job(model, env=SLOW, training={"num_steps": step + 4})
+    fork_config = small_job(model, training={"num_steps": step + 4})
     fork = await stack.submit(fork_config, fork_of=f"{stopped.name}@{step}")
     parent = _weights(checkpoints.path(step))
 
@@ -138,11 +141,10 @@ async def test_the_best_is_kept_and_forked_by_name(stack: Stack, model: Path) ->
 # -- Two runs with the same seed, trained on policy, play the same episodes ------------------------
 
 
-async def assert_repeats(stack: Stack, config: dict[str, Any], deadline_s: float = 120) -> None:
+async def assert_repeats(stack: Stack, config: dict[str, Any]) -> None:
     """Train twice with a seed and once with another, and compare what was played."""
     first, again, other = [
-        await _played(await stack.submit(one), deadline_s)
-        for one in (config, config, {**config, "seed": 7})
+        await _played(await stack.submit(one)) for one in (config, config, {**config, "seed": 7})
     ]
     assert len(first) == 4 * config["training"]["num_steps"]
     assert _said(first) == _said(again)
@@ -152,8 +154,8 @@ async def assert_repeats(stack: Stack, config: dict[str, Any], deadline_s: float
             np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
 
 
-async def _played(job: Job, deadline_s: float) -> dict[int, list[Trajectory]]:
-    await job.until("COMPLETED", deadline_s=deadline_s)
+async def _played(job: Job) -> dict[int, list[Trajectory]]:
+    await job.until("COMPLETED")
     groups = [entry.group for entry in await job.entries()]
     return {group.task.task: group.trajectories for group in groups if group is not None}
 

@@ -10,7 +10,7 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def assert_validated(job: Job, due: set[int], num_episodes: int) -> None:
@@ -41,7 +41,6 @@ async def test_generators_validate_every_due_version_and_no_evaluator_starts(
     await assert_replay_is_identical(job)  # nothing of a validation is in the rollout log
 
 
-@pytest.mark.full
 async def test_an_evaluator_with_slots_of_its_own_validates_where_one_is_asked_for(
     stack: Stack, model: Path
 ) -> None:

@@ -123,7 +123,7 @@ async def test_the_rollouts_of_a_seed_repeat(stack: Stack, tmp_path: Path) -> No
     generator = {"engine": "vllm", "compile": False, "kv_cache_mb": 64, "kv_on_swap": "recompute"}
     training = {"max_staleness": 0, "num_steps": 12}
     config = small_job(model, training=training, learner={"lr": 1e-2}, generator=generator)
-    await assert_repeats(stack, config, 300)
+    await assert_repeats(stack, config)
 
 
 async def test_vllm_and_the_learner_take_turns_on_one_slot(stack: Stack, tmp_path: Path) -> None:

@@ -266,6 +266,7 @@ def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
         "removal": record.removal,
         "stopping": record.stop != "no" and record.state not in FINAL_STATES,
         "created": record.created,
+        "duration_s": (record.finished or time.time()) - record.started if record.started else None,
         "started": record.started,
         "finished": record.finished,
     }
@@ -298,6 +299,22 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     keys = sorted(set[str]().union(*flat) - _OF_THE_RUN)
     matches = (ConfigDifference(key, [item.get(key) for item in flat]) for key in keys)
     return [item for item in matches if len(set(item.values)) > 1]
+
+
+def seed_groups(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return for each configuration what it has besides its seed, as far as others differ in it.
+
+    It is empty for one that no other equals but for the seed.
+    """
+    flat = [_flat(config) for config in configs]
+    seeds = [item.pop("seed", "0") for item in flat]
+    several = [item.key for item in differences(flat)]
+    names = [", ".join(f"{key}={item.get(key, '')}" for key in several) for item in flat]
+    counts = {name: {s for n, s in zip(names, seeds, strict=True) if n == name} for name in names}
+    return [
+        f"{name or 'all'} ({len(counts[name])} seeds)" if len(counts[name]) > 1 else ""
+        for name in names
+    ]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -341,16 +358,6 @@ async def tail_of_events(
     events = [*stored, *(event for event in record.untold if event not in stored)]
     shown = [event for event in events if not quiet or event.kind != "bottleneck"]
     return shown[-limit:][::-1]
-
-
-async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
-    """Return the newest line on a run's bottleneck; empty without one, or if it does not run."""
-    if record.state != "RUNNING":
-        return ""
-    for event in await tail_of_events(broker, record, quiet=False):
-        if event.kind == "bottleneck":
-            return event.message
-    return ""
 
 
 def shown_lines(batch: LogLines) -> list[dict[str, Any]]:

@@ -49,8 +49,12 @@ class Chart(NamedTuple):
 
 
 CHARTS: tuple[Chart, ...] = (
-    Chart("reward", "Reward", (Line("training_step_reward", "mean"),), "mean return of a step"),
-    Chart("validation", "Validation", (Line("val/mean_score", "score"),), "mean return"),
+    Chart(
+        "reward",
+        "Reward",
+        (Line("training_step_reward", "training"), Line("val/mean_score", "validation")),
+        "mean return",
+    ),
     Chart(
         "length",
         "Response length",

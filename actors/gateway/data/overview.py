@@ -28,22 +28,24 @@ from ....schemas.wire.subjects import JobScope
 from ..operations import Scheduler
 from ..sessions import Visitor
 from ..web import Gateway, gateway_of, number_in, to_json, visitor_of
-from .jobs import bottleneck_of, row, shown_lines
+from .jobs import row, shown_lines
 from .metrics import finite_values
+from .timeline import limit_of
 
 
 async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
     """Return the data for the head of a job's page, and its actors."""
-    values, actors, bottleneck = await asyncio.gather(
+    values, actors, limit = await asyncio.gather(
         gateway.figures.values(visitor.broker, record),
         actors_of(visitor, record),
-        bottleneck_of(visitor.broker, record),
+        limit_of(visitor.broker, record),
     )
     return {
         "job": row(record, values),
         "figures": _figures(values),
         "actors": actors,
-        "bottleneck": bottleneck,
+        "bottleneck": limit.text if limit else "",
+        "change": list(limit.change) if limit else [],
         "can": allowed_actions(record),
     }
 

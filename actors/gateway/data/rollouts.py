@@ -4,17 +4,11 @@ The step that trained a group is found without reading the whole log or all batc
 """
 
 import asyncio
-import base64
-import binascii
-import json
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 
 from ....broker.client.connection import Broker
@@ -23,283 +17,26 @@ from ....broker.jetstream.direct_get import get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.kept_rollouts import RunRollouts
 from ....broker.rollouts import LogEntry
-from ....envs.agents.call_selection import call_lines
 from ....schemas.job import JobRecord
 from ....schemas.rollout import Group, Trajectory, return_of
 from ....schemas.task import BatchRecord
 from ....schemas.wire.errors import MessageError, NotFoundError
-from ....schemas.wire.images import data_url, restore_images
 from ....schemas.wire.subjects import JobScope
 from ...storage.run_folders import checkpoint_folders
 from ..operations import Scheduler
 from ..sessions import Visitor
 from ..web import choice_in, flag_in, number_in, real_in, text_in, visitor_of
+from .episodes import (
+    STEPS_PER_PAGE,
+    show_episode,
+    show_steps,
+    show_tokens,
+    steps_of,
+    text_of,
+    texts_of,
+)
 from .jobs import PAGE, STATES, Query
 from .token_text import TokenTexts, token_texts
-
-# -- one episode -----------------------------------------------------------------------------------
-
-# Advantages for display, from the rewards of one group: the learner's
-# (`actors/training/advantages.py`) if its estimator needs nothing else, otherwise the difference to
-# the group's mean, with this name.
-
-_EPSILON = 1e-6
-EXACT = frozenset({"grpo", "dr_grpo", "rloo", "remax"})
-
-
-def group_advantages(
-    estimator: str, rewards: Sequence[float], baseline: float | None = None
-) -> tuple[str, list[float]]:
-    """Return the name of the advantage, and its value for each episode.
-
-    `baseline` is the reward of the greedy episode, for remax.
-    """
-    if not rewards:
-        return "advantage", []
-    mean = sum(rewards) / len(rewards)
-    if len(set(rewards)) == 1 and len(rewards) > 1:
-        mean = rewards[0]
-    gaps = [reward - mean for reward in rewards]
-    if estimator == "remax" and baseline is not None:
-        return "advantage (remax)", [reward - baseline for reward in rewards]
-    if len(rewards) == 1 and estimator in {"grpo", "dr_grpo", "rloo"}:
-        return f"advantage ({estimator})", [rewards[0] / (1 + _EPSILON * (estimator == "grpo"))]
-    if estimator == "grpo":
-        std = math.sqrt(sum(gap * gap for gap in gaps) / (len(gaps) - 1))
-        return "advantage (grpo)", [gap / (std + _EPSILON) for gap in gaps]
-    if estimator == "dr_grpo":
-        return "advantage (dr_grpo)", gaps
-    if estimator == "rloo":
-        scale = len(gaps) / (len(gaps) - 1)
-        return "advantage (rloo)", [gap * scale for gap in gaps]
-    return "reward − group mean", gaps
-
-
-MAX_TOKENS = 8192
-MAX_IMAGE_BYTES = 8 << 20
-_DATA_URL = re.compile(r"data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]+)")
-LEVELS = (-0.05, -0.3, -1.0, -2.0, -4.0)
-"""Log-probs that separate the six colours of tokens, from almost certain to surprising."""
-
-
-def show_episode(group: Group, number: int, *, estimator: str, step: int | None) -> dict[str, Any]:
-    """Return the display of one episode of a group; NotFoundError if it does not exist."""
-    if not 0 <= number < len(group.trajectories):
-        raise NotFoundError(
-            f"task {group.task.task} has no episode {number}",
-            hint=f"it has 0 to {len(group.trajectories) - 1}"
-            if group.trajectories
-            else "the task failed; see its error",
-        )
-    trajectory = group.trajectories[number]
-    name, advantages = _advantages(group, estimator)
-    made = trajectory.logprobs[trajectory.mask == 1]
-    turns, rows = _turns(trajectory), _rows(group, trajectory)
-    return {
-        "task": group.task.task,
-        "sample": group.task.sample,
-        "seed": trajectory.seed,
-        "episode": number,
-        "role": trajectory.role,
-        "opponents": trajectory.opponents,
-        "step": step,
-        "source": group.source,
-        "host": trajectory.host,
-        "reward": trajectory.reward,
-        "advantage_name": name,
-        "advantage": advantages.get(number),
-        "greedy": trajectory.greedy,
-        "finish": trajectory.ended_by,
-        "versions": [trajectory.min_version, trajectory.max_version],
-        "tries": trajectory.num_tries,
-        "failures": [failure.model_dump() for failure in trajectory.failures],
-        "generate_s": trajectory.generate_s,
-        "environment_s": trajectory.environment_s,
-        "num_tokens": len(trajectory.token_ids),
-        "num_generated": trajectory.num_generated,
-        "logprob_mean": float(made.mean()) if len(made) else None,
-        "logprob_min": float(made.min()) if len(made) else None,
-        "kind": trajectory.kind,
-        "calls": [vars(line) for line in call_lines(group.trajectories[rows[0]].info)],
-        "row": rows.index(number),
-        "rows": rows,
-        "info": {name: value for name, value in trajectory.info.items() if name != "calls"},
-        "messages": _messages(trajectory, turns, group.images),
-        "turns": turns,
-        "siblings": [
-            {
-                "episode": index,
-                "role": item.role,
-                "kind": item.kind,
-                "row_of": item.episode,
-                "reward": item.reward,
-                "advantage": advantages.get(index),
-                "greedy": item.greedy,
-            }
-            for index, item in enumerate(group.trajectories)
-        ],
-    }
-
-
-def _rows(group: Group, trajectory: Trajectory) -> list[int]:
-    """Return the indices of all rows of an episode, its main row first."""
-    is_whole = trajectory.episode < 0
-    return [
-        index
-        for index, item in enumerate(group.trajectories)
-        if item is trajectory
-        or (not is_whole and (item.episode, item.role) == (trajectory.episode, trajectory.role))
-    ]
-
-
-def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
-    """Return the name of the advantage, and its value by episode, compared within each role."""
-    greedy = next((item.reward for item in group.trajectories if item.greedy), None)
-    name, by_episode = "", dict[int, float]()
-    places = {id(item): index for index, item in enumerate(group.trajectories)}
-    for role in dict.fromkeys(item.role for item in group.sampled):
-        peers = [rows for rows in group.episodes if rows[0].role == role]
-        rewards = [return_of(rows) for rows in peers]
-        name, values = group_advantages(estimator, rewards, greedy)
-        for rows, value in zip(peers, values, strict=True):
-            by_episode.update((places[id(row)], value) for row in rows)
-    return name, by_episode
-
-
-def _messages(
-    trajectory: Trajectory, turns: list[dict[str, Any]], images: list[bytes]
-) -> list[dict[str, Any]]:
-    """Return the messages; the assistant's last ones have their turns."""
-    whole = restore_images(trajectory.messages, images)
-    messages: list[dict[str, Any]] = [show_message(message) for message in whole]
-    own = [message for message in messages if message["role"] == "assistant"][-len(turns) :]
-    for message, turn in zip(own, turns[len(turns) - len(own) :], strict=True):
-        message["turn"] = turn
-    return messages
-
-
-def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return reward, version, length and mean log-prob of each turn."""
-    turns: list[dict[str, Any]] = []
-    reasons = trajectory.finish_reasons or [None] * len(trajectory.turn_ends)
-    start = 0
-    for number, (end, reward) in enumerate(
-        zip(trajectory.turn_ends.tolist(), trajectory.rewards.tolist(), strict=True)
-    ):
-        inside = trajectory.mask[start : end + 1] == 1
-        versions = trajectory.versions[start : end + 1][inside]
-        logprobs = trajectory.logprobs[start : end + 1][inside]
-        turns.append(
-            {
-                "turn": number,
-                "reward": reward,
-                "tokens": int(inside.sum()),
-                "versions": sorted({int(version) for version in versions}),
-                "logprob": float(logprobs.mean()) if len(logprobs) else None,
-                "finish_reason": reasons[number],
-            }
-        )
-        start = end + 1
-    return turns
-
-
-def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
-    """Return the tokens of an episode with log-prob, version and mask, at most `MAX_TOKENS`."""
-    ids = trajectory.token_ids[:MAX_TOKENS].tolist()
-    mask = trajectory.mask[: len(ids)].tolist()
-    logprobs = trajectory.logprobs[: len(ids)].tolist()
-    versions = trajectory.versions[: len(ids)].tolist()
-    ends = dict(zip(trajectory.turn_ends.tolist(), trajectory.rewards.tolist(), strict=True))
-    message = texts.of(ids)
-    tokens = [
-        {
-            "id": token,
-            "text": text,
-            "made": bool(made),
-            "logprob": logprob if made else None,
-            "level": _level(logprob) if made else None,
-            "version": version if made else None,
-            "reward": ends.get(place),
-        }
-        for place, (token, text, made, logprob, version) in enumerate(
-            zip(ids, message, mask, logprobs, versions, strict=True)
-        )
-    ]
-    return {
-        "tokens": tokens,
-        "left_out": len(trajectory.token_ids) - len(ids),
-        "decoded": texts.known,
-    }
-
-
-def _level(logprob: float) -> int:
-    return int(np.searchsorted(-np.array(LEVELS), -logprob))
-
-
-def show_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat message as role, parts (text and images) and tool calls."""
-    content = message.get("content")
-    parts: list[Any] = cast("list[Any]", content) if isinstance(content, list) else [content]
-    calls = message.get("tool_calls")
-    return {
-        "role": str(message.get("role", "?"))[:32],
-        "name": str(message.get("name", "") or message.get("tool_call_id", "") or ""),
-        "parts": [show_part(part) for part in parts if part is not None],
-        "tool_calls": [_call(call) for call in cast("list[Any]", calls)]
-        if isinstance(calls, list)
-        else [],
-        "turn": None,
-        "reasoning": str(message.get("reasoning_content", "") or ""),
-    }
-
-
-def show_part(part: Any) -> dict[str, str]:
-    """Return a part of a message: `text`, or `image` (a data URL, or its location)."""
-    if not isinstance(part, dict):
-        return {"kind": "text", "text": str(part)}
-    fields = cast("dict[str, Any]", part)
-    kind = str(fields.get("type", "text"))
-    if "image" in kind:
-        value = fields.get("image", fields.get("image_url", fields.get("data")))
-        if isinstance(value, dict):
-            inner = cast("dict[str, Any]", value)
-            value = inner.get("url", inner.get("bytes", inner.get("data")))
-        url = image_url(value)
-        if url:
-            return {"kind": "image", "url": url}
-        where = value if isinstance(value, str) and len(value) < 300 else type(value).__name__
-        return {"kind": "text", "text": f"[image: {where}]"}
-    if "text" in fields:
-        return {"kind": "text", "text": str(fields["text"])}
-    return {"kind": "text", "text": json.dumps(fields, default=str, ensure_ascii=False)}
-
-
-def image_url(value: Any) -> str:
-    """Return a data URL of an image given as bytes, base64 or data URL; empty for anything else.
-
-    Only PNG, JPEG, GIF and WebP, recognized by their first bytes: no format with scripts, and no
-    URL that the browser would fetch.
-    """
-    if isinstance(value, str):
-        result = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
-        try:
-            value = base64.b64decode(result[2] if result else value, validate=result is None)
-        except (binascii.Error, ValueError):
-            return ""
-    if not isinstance(value, bytes) or len(value) > MAX_IMAGE_BYTES:
-        return ""
-    return data_url(value)
-
-
-def _call(call: Any) -> dict[str, str]:
-    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {"name": str(call)}
-    inner = fields.get("function")
-    function = cast("dict[str, Any]", inner) if isinstance(inner, dict) else fields
-    arguments: Any = function.get("arguments", "")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, default=str, ensure_ascii=False)
-    return {"name": str(function.get("name", "?")), "arguments": cast("str", arguments)}
-
 
 GROUPS_PER_PAGE = 24
 _BATCH_WINDOW = 512
@@ -432,18 +169,6 @@ def _matching(entries: Iterable[LogEntry], search: RolloutFilter) -> list[LogEnt
     ]
 
 
-def text_of(trajectory: Trajectory) -> str:
-    """Return the texts of an episode's messages, joined by line ends."""
-    return "\n".join(text for message in trajectory.messages for text in _texts(message))
-
-
-def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    shown = show_message(message)
-    yield shown["reasoning"]
-    yield from (part["text"] for part in shown["parts"] if part["kind"] == "text")
-    yield from (f"{call['name']}({call['arguments']})" for call in shown["tool_calls"])
-
-
 def _preview(group: Group) -> dict[str, str]:
     """Return the end of a group's prompt, and the start of its first episode's last answer."""
     if not group.trajectories:
@@ -451,9 +176,9 @@ def _preview(group: Group) -> dict[str, str]:
     messages = group.trajectories[0].messages
     roles = [str(message.get("role")) for message in messages]
     begun = roles.index("assistant") if "assistant" in roles else len(roles)
-    prompt = " ".join(" ".join(_texts(messages[begun - 1])).split()) if begun else ""
+    prompt = " ".join(" ".join(texts_of(messages[begun - 1])).split()) if begun else ""
     own = [message for message, role in zip(messages, roles, strict=True) if role == "assistant"]
-    answer = " ".join(" ".join(_texts(own[-1])).split()) if own else ""
+    answer = " ".join(" ".join(texts_of(own[-1])).split()) if own else ""
     return {"prompt": prompt[-_PREVIEW_CHARS:], "answer": answer[:_PREVIEW_CHARS]}
 
 
@@ -644,16 +369,25 @@ async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord
 
 
 async def read_episode(
-    visitor: Visitor, record: JobRecord, seq: int, number: int
+    visitor: Visitor, record: JobRecord, seq: int, number: int, at: int | None = None
 ) -> dict[str, Any]:
-    """Return an episode of an entry of the log, with its tokens."""
+    """Return an episode of an entry of the log with its tokens and the order of its steps.
+
+    With `at`: instead, the page of its steps that has this one, counted from 1, with their tokens.
+    """
     group, step = await read_group(visitor.broker, record, seq)
     algorithm: dict[str, Any] = record.config.get("algorithm") or {}
     estimator = algorithm.get("advantage", "grpo")
 
     def show() -> dict[str, Any]:  # thousands of tokens, and images
         shown = show_episode(group, number, estimator=estimator, step=step)
-        return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
+        steps, texts = steps_of(group, number), _texts_of(record)
+        if at is None:
+            order = {"steps": [item._asdict() for item in steps]}
+            return {"seq": seq, **shown, **order, **show_tokens(group.trajectories[number], texts)}
+        first = (min(at, len(steps)) - 1) // STEPS_PER_PAGE * STEPS_PER_PAGE
+        page = {"first": first, "num_steps": len(steps), "decoded": texts.known}
+        return {"seq": seq, **shown, **page, "steps": show_steps(group, steps, first, texts)}
 
     shown = await visitor.share.in_thread(show)
     beside = await neighbours_of(visitor.broker, record, seq, number, len(group.trajectories))

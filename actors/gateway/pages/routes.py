@@ -15,13 +15,16 @@ from starlette.routing import Route
 
 from ....broker.calls import new_request_id
 from ....broker.client.connection import Broker
+from ....broker.feed import read_failed
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....schemas.config.load_config import write_yaml
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.local.folder import Folder
+from ....schemas.task import DeadLetter
 from ....schemas.version import VERSION
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
+from ...storage.run_folders import checkpoint_folders
 from .. import operations
 from ..data import jobs as logs
 from ..data import rollouts
@@ -33,11 +36,13 @@ from ..data.jobs import (
     differences,
     row,
     scored_checkpoints,
+    seed_groups,
     select,
     select_rows,
 )
 from ..data.metrics import CHARTS
 from ..data.overview import summarize_run
+from ..data.timeline import LANE, WIDTH, show_timeline, traces_of
 from ..rest import description
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
 from ..tinker.rest import curves_of, services_of
@@ -46,7 +51,7 @@ from .render import render
 
 # -- one run, and several compared -----------------------------------------------------------------
 
-_EVENTS, _ALL_EVENTS = 12, 500
+_EVENTS, _ALL_EVENTS, _FAILED = 12, 500, 200
 _ROLLOUT_QUERY = (
     *("step", "sort", "errors", "q", "reward_from", "reward_to", "version", "tokens_from"),
     *("sample", "beside"),
@@ -95,7 +100,10 @@ async def compare(request: Request) -> Response:
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
-        "runs": [_curves_of(record) for record in records],
+        "runs": [
+            {**_curves_of(record), "seeds": seeds}
+            for record, seeds in zip(records, seed_groups(configs), strict=True)
+        ],
         "charts": _CHARTS,
         "search": search,
         "num_found": num_found,
@@ -168,13 +176,41 @@ async def job_rollouts(request: Request) -> Response:
 
 
 async def job_episode(request: Request) -> Response:
-    """Show one episode."""
+    """Show one episode, step by step; `?at=` names a step."""
     visitor, record = await rollouts.job_of(request)
-    episode = await rollouts.read_episode(visitor, record, *rollouts.episode_in(request))
+    at = number_in(request, "at", 1, least=1) or 1
+    episode = await rollouts.read_episode(visitor, record, *rollouts.episode_in(request), at)
     named = rollouts.beside_in(request)
-    beside = None if named is None else await rollouts.read_episode(visitor, record, *named)
-    shown = {"episode": episode, "beside": beside}
+    beside = None if named is None else await rollouts.read_episode(visitor, record, *named, at)
+    query = {"beside": f"{named[0]}/{named[1]}"} if named else {}
+    shown = {"episode": episode, "beside": beside, "at": request.query_params.get("at", "")}
+    shown["query"] = urlencode(query)
     return await job_page(request, visitor, record, "episode", shown)
+
+
+async def job_timeline(request: Request) -> Response:
+    """Show who computed and who waited for whom in a step; by default the newest."""
+    visitor, record = await rollouts.job_of(request)
+    step, shown, problem = number_in(request, "step", least=1), None, ""
+    try:
+        traces = await traces_of(visitor.broker, record.scope, step or 1, step or 0)
+        shown = show_timeline(traces[-1])
+    except NotFoundError as error:
+        problem = f"{error.message}: {error.hint}"
+    more = {"timeline": shown, "problem": problem, "lane": LANE, "width": WIDTH}
+    return await job_page(request, visitor, record, "timeline", more)
+
+
+async def job_failed(request: Request) -> Response:
+    """Show the tasks that failed for good, the newest first."""
+    visitor, record = await rollouts.job_of(request)
+    failed, problem = list[DeadLetter](), ""
+    try:
+        failed = (await read_failed(visitor.broker, record.scope))[::-1]
+    except NotFoundError:
+        problem = "The streams of this run were removed, or do not exist yet."
+    more = {"failed": failed[:_FAILED], "num_failed": len(failed), "problem": problem}
+    return await job_page(request, visitor, record, "failed", more)
 
 
 async def job_config(request: Request) -> Response:
@@ -245,10 +281,25 @@ async def evaluate(request: Request) -> Response:
 
 
 async def playground(request: Request) -> Response:
-    """Show the playground for a served model, which works by a script."""
+    """Show the playground for a served model, which works by a script; offer checkpoints."""
     visitor = await visitor_of(request)
     parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
-    return render(request, "playground.html", {"user": visitor.user, **parameters})
+    offers: list[tuple[JobRecord, list[int]]] = []
+    with contextlib.suppress(TinkermqError, TimeoutError):  # what is served answers all the same
+        async with asyncio.timeout(_OFFERS_S):
+            jobs = await operations.Scheduler(visitor).list_jobs()
+        runs = [run for run in jobs if run.trains and run.run_dir][:_OFFERED_RUNS]
+        offers = await asyncio.to_thread(lambda: [(run, _newest(run)) for run in runs])
+    shown = {"user": visitor.user, **parameters, "offers": [offer for offer in offers if offer[1]]}
+    return render(request, "playground.html", shown)
+
+
+_OFFERED_RUNS, _OFFERED_STEPS, _OFFERS_S = 10, 3, 2.0
+
+
+def _newest(record: JobRecord) -> list[int]:
+    """Return the newest checkpoints in a run's folder."""
+    return sorted(checkpoint_folders(record.run_dir), reverse=True)[:_OFFERED_STEPS]
 
 
 # -- archiving and deleting ------------------------------------------------------------------------
@@ -480,7 +531,8 @@ async def act_form(request: Request) -> Response:
         action,
         operations.body_of(operations.BODIES[action], form),
     )
-    own = "/jobs" if action == "delete" else f"/jobs/{quote(record.job)}"
+    tab = "/failed" if action == "failed" else ""
+    own = "/jobs" if action == "delete" else f"/jobs/{quote(record.job)}{tab}"
     place = own if record.user == visitor.user else "/pool"
     return RedirectResponse(place, status_code=303)
 
@@ -561,6 +613,8 @@ def routes() -> list[Route]:
         ("/jobs/{job}", job),
         ("/jobs/{job}/rollouts", job_rollouts),
         ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_episode),
+        ("/jobs/{job}/timeline", job_timeline),
+        ("/jobs/{job}/failed", job_failed),
         ("/jobs/{job}/logs", job_logs),
         ("/jobs/{job}/events", job_events),
         ("/jobs/{job}/config", job_config),

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.curves import MAX_NAMES, MAX_POINTS, Curves
+from tinkermq.actors.gateway.data.episodes import (
+    EXACT,
+    group_advantages,
+    image_url,
+    show_episode,
+    show_message,
+    show_part,
+    show_steps,
+    show_tokens,
+    steps_of,
+)
 from tinkermq.actors.gateway.data.jobs import (
     Query,
     check_here,
@@ -22,6 +34,7 @@ from tinkermq.actors.gateway.data.jobs import (
     list_checkpoints,
     pack,
     row,
+    seed_groups,
     select,
 )
 from tinkermq.actors.gateway.data.metrics import (
@@ -32,15 +45,6 @@ from tinkermq.actors.gateway.data.metrics import (
     job_curves,
 )
 from tinkermq.actors.gateway.data.overview import allowed_actions
-from tinkermq.actors.gateway.data.rollouts import (
-    EXACT,
-    group_advantages,
-    image_url,
-    show_episode,
-    show_message,
-    show_part,
-    show_tokens,
-)
 from tinkermq.actors.gateway.data.token_text import TokenTexts, token_texts
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
@@ -48,6 +52,7 @@ from tinkermq.actors.storage.files import write_digests
 from tinkermq.actors.storage.stores import Stores
 from tinkermq.actors.training import advantages as learner
 from tinkermq.broker.client.connection import Broker
+from tinkermq.schemas.agent import CallPlaces
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import MessageError, NotFoundError
@@ -441,6 +446,82 @@ def test_tokens_show_mask_version_reward_and_a_colour_by_log_prob() -> None:
     assert [token["reward"] for token in tokens] == [None] * 4 + [0.5, None, 1.0]
     assert tokens[0]["text"] == "⟨1⟩"
     assert not shown["decoded"]
+
+
+def one_turn(**fields: Any) -> Any:
+    ids = [([index + 10], [5]) for index in range(fields.pop("turns", 1))]
+    asks = [{"role": "user", "content": "ask"}]
+    for index in range(len(ids)):
+        asks += [{"role": "assistant", "content": f"{index}"}, {"role": "user", "content": "on"}]
+    return make_trajectory([1, 2], ids, [0.0] * len(ids), **{"messages": asks, **fields})
+
+
+def places(*numbers: int, first: int = 0) -> CallPlaces:
+    ints, num = partial(np.array, dtype=np.int32), len(numbers)
+    depths, none = ints(range(first, first + num)), ints([-1] * num)
+    zeros = np.zeros(num, np.float32)
+    return CallPlaces(
+        numbers=ints(numbers), nexts=none, depths=depths, observed=ints([0] * num), rewards=zeros,
+        branches=none, roles=[""] * num,
+    )  # fmt: skip
+
+
+def test_steps_of_rows_and_players_are_in_the_order_of_time() -> None:
+    rows = [
+        one_turn(turns=2, episode=0, calls=places(0, 3)),
+        one_turn(turns=2, episode=0, calls=places(1, 2), kind="sub-agent"),
+    ]
+    group = make_group(rows)
+    for number in (0, 1):
+        assert [step[:3] for step in steps_of(group, number)] == [
+            (0, 0, 0), (1, 0, 1), (1, 1, 2), (0, 1, 3)
+        ]  # fmt: skip
+    times = {"white": [1.0, 4.0], "black": [2.0, 3.0]}
+    players = [one_turn(turns=2, role=role, turn_times=at) for role, at in times.items()]
+    games = make_group([*players, *(one_turn(turns=2, role=role) for role in times)])
+    assert [step[:2] for step in steps_of(games, 1)] == [(0, 0), (1, 0), (1, 1), (0, 1)]
+    assert [step[:2] for step in steps_of(games, 2)] == [(2, 0), (3, 0), (2, 1), (3, 1)]
+
+
+def test_a_step_shows_what_is_new_and_a_row_not_what_it_shares() -> None:
+    main = one_turn(turns=3, episode=0, calls=places(0, 1, 2))
+    fork = one_turn(turns=3, episode=0, kind="edited")
+    fork = fork.model_copy(
+        update={
+            **{"turn_ends": fork.turn_ends[2:], "rewards": fork.rewards[2:]},
+            "calls": places(3, first=2),
+            "messages": [*fork.messages[:5], {"role": "assistant", "content": "another"}],
+        }
+    )
+    group = make_group([main, fork])
+    shown = show_steps(group, steps_of(group, 0), 0, TokenTexts())
+    said = [[part["text"] for one in step["messages"] for part in one["parts"]] for step in shown]
+    assert said == [["ask", "0"], ["on", "1"], ["on", "2", "on"], ["another"]]
+    assert [step["behind"] for step in shown] == [None, None, None, 0]
+    assert [[token["id"] for token in step["tokens"]] for step in shown[:3]] == [
+        [1, 2, 10], [5, 11], [5, 12, 5]
+    ]  # fmt: skip
+    assert shown[3]["messages"][0]["turn"]["reward"] == 0.0
+
+
+def test_a_page_of_a_long_episode_has_some_steps_and_bounded_tokens() -> None:
+    long = make_trajectory(range(3000), [([7, 8], [9])] * 120, [0.0] * 120)
+    group = make_group([long])
+    steps = steps_of(group, 0)
+    first = show_steps(group, steps, 0, TokenTexts())
+    assert (len(first), len(first[0]["tokens"]), first[0]["left_out"]) == (50, 512, 2490)
+    last = show_steps(group, steps, 100, TokenTexts())
+    assert [step["number"] for step in last] == list(range(101, 121))
+    assert [token["id"] for token in last[0]["tokens"]] == [9, 7, 8]
+
+
+def test_runs_that_differ_in_their_seeds_only_are_of_one_group() -> None:
+    configs = [{"seed": seed, "learner": {"lr": lr}} for lr in (1, 2) for seed in (1, 2)]
+    assert seed_groups([*configs, {"seed": 1, "learner": {"lr": 3}}]) == [
+        *["learner.lr=1 (2 seeds)"] * 2, *["learner.lr=2 (2 seeds)"] * 2, ""
+    ]  # fmt: skip
+    assert seed_groups(configs[:2]) == ["all (2 seeds)"] * 2
+    assert seed_groups(configs[:1] * 2) == ["", ""]
 
 
 def test_a_missing_episode_is_named() -> None:

@@ -18,7 +18,13 @@ from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.service import Introspection
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.feed import publish_log, publish_metric
+from tinkermq.broker.feed import (
+    publish_dead,
+    publish_log,
+    publish_metric,
+    publish_trace,
+    read_dead,
+)
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.jobs import JobStore
@@ -28,6 +34,7 @@ from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.metric import LogLines, Metric
 from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
 from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.task import Blame, DeadLetter, Task
 from tinkermq.schemas.tinker.names import ModelName
 from tinkermq.schemas.tinker.operation import (
     ModelInfo,
@@ -39,6 +46,7 @@ from tinkermq.schemas.wire.errors import ConfigError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, rpc
 from tinkermq.schemas.wire.subjects import node as node_subject
+from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace
 
 from tests.actors.gateway.canned import Canned, canned_server
 from tests.actors.gateway.test_data import two_turns
@@ -46,7 +54,7 @@ from tests.actors.gateway.test_rest import HOSTILE, finished_job
 from tests.support.browser import PATIENCE_MS, Browser, watched_page
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.gateway import Gateway, run_gateway
-from tests.support.groups import make_group
+from tests.support.groups import make_group, make_trajectory
 from tests.support.stack import Stack
 from tests.support.waiting import eventually
 
@@ -75,7 +83,7 @@ async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
     config["output_dir"] = str(stack.folder / "runs")
     async with watched_page(browser, gateway.url) as page:
         await page.goto("/jobs")
-        await page.click("text=New job")
+        await page.click("text=New run")
         await page.fill("textarea[name=config]", yaml.safe_dump(config))
         await page.fill("textarea[name=overrides]", "learner.lrr=1")
         async with page.expect_response(lambda reply: reply.status == 400):
@@ -205,10 +213,127 @@ async def test_the_tree_of_an_episode_shows_what_calls_and_branches_were_rewarde
         await expect(rows.nth(3)).to_contain_text(HOSTILE)
 
 
+async def long_episode(stack: Stack, scope: JobScope) -> None:
+    """Append an episode of 120 turns, in which the policy and a tool say what would do harm."""
+    asks: list[dict[str, Any]] = [{"role": "user", "content": HOSTILE}]
+    for turn in range(120):
+        call = {"id": "c", "function": {"name": HOSTILE, "arguments": f"{HOSTILE} {'x' * 2000}"}}
+        asks += [
+            {"role": "assistant", "content": f"turn {turn}", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": HOSTILE, "content": f"answer {turn} " + "y" * 30_000},
+        ]
+    turns = [([5, 6], [7])] * 120
+    episode = make_trajectory([1, 2], turns, [0.0] * 119 + [1.0], messages=asks, role="")
+    await RolloutLog(stack.broker, scope).append(make_group([episode], 1))
+
+
+def step_trace(step: int) -> StepTrace:
+    """Return the trace of a step that waited for a group of a generator with a harmful name."""
+    group = GroupTrace(
+        task=7, traceparent=new_trace(), source=HOSTILE, issued=90.0, arrived=99.0, weights_s=1.0,
+        rollout_s=6.0, generate_s=4.0, environment_s=2.0, answer_s=0.1,
+    )  # fmt: skip
+    return StepTrace(
+        step=step, traceparent=new_trace(), formed=100.0, ended=103.0, send_s=1.0,
+        learner={"wait": 5.0, "train": 2.5, "publish": 0.5}, num_groups=1, groups=[group],
+        generators={HOSTILE: {"generate": 4.0, "swap": 0.5}}, hosts={"host": {"play": 3.0}},
+    )  # fmt: skip
+
+
+async def test_an_episode_is_walked_step_by_step_and_each_step_has_an_address(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    await long_episode(stack, record.scope)
+    current = ".step[aria-current=step] .step-number"
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}/rollouts/2/0")
+        await expect(page.locator(".step")).to_have_count(50)
+        for key, number in (("j", 1), ("ArrowRight", 2), ("j", 3), ("k", 2), ("ArrowLeft", 1)):
+            await page.keyboard.press(key)
+            await expect(page.locator(current)).to_have_text(f"{number}/120")
+            await expect(page.locator(f"#step-{number}")).to_be_focused()
+        await page.goto(f"/jobs/{record.job}/rollouts/2/0?at=50#step-50")
+        await expect(page.locator(current)).to_have_text("50/120")
+        await page.keyboard.press("j")
+        await page.wait_for_url("**/2/0?at=51#step-51")
+        await expect(page.locator(current)).to_have_text("51/120")
+        await expect(page.locator("#step-51 .m-assistant > pre")).to_have_text("turn 50")
+        folded = page.locator("#step-51 .m-tool details.fold")
+        await expect(folded.locator("pre")).to_be_hidden()
+        await folded.locator("summary").click()
+        await expect(folded.locator("pre")).to_contain_text("answer 49")
+        assert await page.evaluate("window.hacked === undefined")
+        assert await page.locator("img[src=x]").count() == 0
+    steps = (await gateway.get(f"/api/v1/jobs/{record.job}/rollouts/2/0")).json["steps"]
+    assert [one["turn"] for one in steps] == list(range(120))
+
+
+async def test_a_step_is_drawn_as_a_timeline_and_told_as_a_trace_file(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    none = await gateway.get(f"/api/v1/jobs/{record.job}/timeline")
+    assert (none.status, "no traces" in none.text) == (404, True), none.text
+    for step in (1, 2, 2, 3):  # step 2 was repeated after a resumption
+        await publish_trace(stack.broker, record.scope, step_trace(step))
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}/timeline")
+        await expect(page.locator("nav h2")).to_have_text("Step 3")
+        await expect(page.locator("main")).to_contain_text(f"it waited for task 7 of {HOSTILE}")
+        await expect(page.locator(".timeline svg > text:not(.tick)")).to_have_count(2)
+        for kind in ("wait", "train", "publish", "send", "weights", "generate", "swap"):
+            assert await page.locator(f".timeline .t-{kind}").count() == 1, kind
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator("nav h2")).to_have_text("Step 2")
+        await expect(page.locator(".limit")).to_contain_text("the learner waited 62% of the time")
+        await expect(page.locator(".limit code").first).to_have_text("generator.count")
+        assert await page.evaluate("window.hacked === undefined")
+        assert await page.locator("img[src=x]").count() == 0
+    url = f"/api/v1/jobs/{record.job}/timeline"
+    events = (await gateway.get(f"{url}?from=2&to=3")).json["traceEvents"]
+    steps = [one for one in events if one["name"] == "step"]
+    assert [one["args"]["tinkermq.step"] for one in steps] == [2, 3]
+    assert {one["dur"] for one in steps} == {8e6}
+    assert (await gateway.get(f"{url}?from=9&to=9")).status == 404
+    assert (await gateway.get(f"{url}?from=1&to=101")).status == 400
+
+
+async def test_tasks_that_failed_for_good_are_listed_repeated_and_dropped(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    blame = Blame(boundary="task", code="bad_row", message=HOSTILE + "z" * 900, hint="mend it")
+    for number in range(4):
+        task = Task(task=number, seed=7, group_size=2)
+        letter = DeadLetter(task=task, blame=blame, num_attempts=1, source=HOSTILE, time=1.0)
+        await publish_dead(stack.broker, record.scope, letter)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}/failed")
+        rows = page.locator("tbody tr")
+        await expect(rows).to_have_count(4)
+        await expect(rows.first).to_contain_text("mend it")
+        await expect(rows.first.locator("summary")).to_contain_text("characters")
+        await rows.first.locator("button:text('Repeat')").click()
+        await expect(rows).to_have_count(3)
+        await rows.first.locator("button:text('Drop')").click()
+        await expect(rows).to_have_count(2)
+        assert await page.evaluate("window.hacked === undefined")
+        assert await page.locator("img[src=x]").count() == 0
+        await page.click("button:text('Drop all')")
+        await expect(page.locator("main")).to_contain_text("No task has failed for good")
+    letters = await read_dead(stack.broker, record.scope)
+    decided = [(one.task.task, one.decision) for one in letters if one.decision]
+    assert decided[:2] == [(3, "repeat"), (2, "drop")]
+    assert sorted(decided[2:]) == [(0, "drop"), (1, "drop")]
+
+
 async def test_the_pages_fit_a_phone_and_follow_the_theme(
     stack: Stack, gateway: Gateway, browser: Browser
 ) -> None:
     record = await finished_job(stack, gateway)
+    await long_episode(stack, record.scope)
+    await publish_trace(stack.broker, record.scope, step_trace(1))
     context = await browser.new_context(
         base_url=gateway.url, viewport={"width": 390, "height": 800}, color_scheme="dark"
     )
@@ -219,7 +344,10 @@ async def test_the_pages_fit_a_phone_and_follow_the_theme(
         "/pool",
         "/submit",
         "/api",
+        "/playground",
+        f"/compare?run={record.job}",
         *(f"/jobs/{record.job}{tab}" for tab in ("", "/logs", "/rollouts", "/rollouts/1/0")),
+        *(f"/jobs/{record.job}{tab}" for tab in ("/timeline", "/failed", "/rollouts/2/0")),
     ):
         await page.goto(path)
         wide = await page.evaluate("document.documentElement.scrollWidth")
@@ -314,7 +442,7 @@ async def test_a_chart_is_saved_as_a_table_and_as_a_picture(
                 await reward.locator(f"button:text('{kind}')").click()
             await (await saved.value).save_as(tmp_path / kind)
     rows = list(csv.reader((tmp_path / "CSV").read_text(encoding="utf-8").splitlines()))
-    assert rows[0] == ["step", "mean"]
+    assert rows[0] == ["step", "training"]
     assert [float(row[1]) for row in rows[1:]] == [0.2, 0.4, 0.6, 0.8, 1.0, 0.6, 0.7, 0.8]
     assert (tmp_path / "PNG").read_bytes().startswith(b"\x89PNG")
 
@@ -440,6 +568,13 @@ async def test_all_runs_of_a_group_are_compared_by_one_address(
         await page.click("a.chip.group")
         await page.click("a:text('Compare all that were found')")
         await expect(page.locator(".title .sub")).to_contain_text("the newest 2 of 2 runs that")
+        reward = page.locator(f"[data-group=overview] [data-chart={REWARD}]")
+        await expect(reward.locator("b").first).to_have_text("Reward, training")
+        await expect(reward.locator(".last .line")).to_have_text("1")  # one mean over both seeds
+        label = re.compile(r"Reward, training over step: all \(2 seeds\) 1$")
+        await expect(reward.locator("[role=img]")).to_have_attribute("aria-label", label)
+        await page.uncheck("input[name=seeds]")
+        await expect(reward.locator(".last .line")).to_have_count(2)
         await expect(page.locator("table code:text-is('seed')")).to_have_count(1)
         await page.locator("a:text('leave out')").first.click()
         await expect(page.locator(".title .sub")).to_contain_text("1 runs")
@@ -531,11 +666,17 @@ async def test_a_model_that_does_not_answer_yet_is_waited_for(
 ) -> None:
     scope, model = named()
     async with watched_page(browser, page_of.url) as page:
+        await page.goto("/playground")
+        await expect(page.locator("[data-offers]")).to_contain_text("Nothing is served")
         await page.goto(f"/playground?model={model}&job=job-1")
         await expect(page.locator("[data-note]")).to_contain_text(f"{model} does not answer yet")
         await expect(page.locator("button:text('Send')")).to_be_disabled()
         async with canned_server(own, scope, model):
             await expect(page.locator("button:text('Send')")).to_be_enabled()
+            serving = page.locator("[data-serving]")
+            await expect(serving).to_contain_text("keeps its slot of the pool")
+            await expect(serving).to_have_attribute("action", f"/jobs/{scope.job}/stop")
+            await expect(page.locator("[data-offers]")).to_be_hidden()
 
 
 # Episodes are found by their words, reward, version, length and row; read by key, side by side.
@@ -615,9 +756,9 @@ async def test_episodes_are_read_one_after_the_other_and_side_by_side(
         await expect(page.locator(".preview")).to_contain_text("RARE")
         await page.locator("td a.chip").first.click()
         await page.wait_for_url("**/rollouts/2/0")
-        await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("Shift+ArrowRight")
         await page.wait_for_url("**/rollouts/3/0")
-        await page.keyboard.press("ArrowLeft")
+        await page.keyboard.press("Shift+ArrowLeft")
         await page.wait_for_url("**/rollouts/2/0")
         await page.click("text=Lay another beside it")
         await page.locator("td a.chip").first.click()

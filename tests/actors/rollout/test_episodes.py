@@ -70,8 +70,9 @@ async def test_an_episode_goes_on_where_it_was_and_draws_what_it_would_have_draw
 ) -> None:
     async with playing(broker, recorded, folder, "EchoGame") as play:
         whole = await play.run(TASK)
-        times = [one.first_token for one in whole.trajectories]
-        assert whole.started < min(times) <= max(times) < whole.finished
+        for one in whole.trajectories:
+            times = [whole.started, one.first_token, *one.turn_times, whole.finished]
+            assert (times, len(one.turn_times)) == (sorted(times), len(one.turn_ends))
         await play.recorder(TASK, 1).end()
         for num in (1, 150):
             num_there = await die_amid(play, num)

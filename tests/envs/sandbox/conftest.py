@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, Outcome, SandboxSettings
-from tinkermq.envs.sandbox.sandbox import descendants
 
+from tests.support.processes import Below
 from tests.support.waiting import PATIENCE_S
 
 LIMITS: dict[str, Any] = {
@@ -33,9 +33,9 @@ def bubblewrap() -> LocalCodeSandbox:
 @pytest.fixture
 def sandbox(bubblewrap: LocalCodeSandbox) -> Iterator[LocalCodeSandbox]:
     """The same, with a look at what is left when the test is over."""
-    before, files = set(descendants(os.getpid())), num_open_files()
+    below, files = Below(), num_open_files()
     yield bubblewrap
-    assert set(descendants(os.getpid())) <= before
+    assert not below.pids()
     deadline = time.monotonic() + PATIENCE_S
     while num_open_files() > files and time.monotonic() < deadline:
         time.sleep(0.02)  # threads of this process have files open for a moment

@@ -29,6 +29,7 @@ from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS, num_open_files
 from tests.support.altered_bubblewrap import path_without
+from tests.support.processes import Below
 from tests.support.waiting import PATIENCE_S
 
 
@@ -65,6 +66,7 @@ def test_packages_are_there_with_what_they_need_and_nothing_else_is():
 
 def test_a_session_keeps_variables_and_files_and_nothing_runs_meanwhile(sandbox):
     with contextlib.closing(sandbox.session()) as session:
+        below = Below()
         session.run("import os, threading\nx = 3; open('file', 'w').write('kept')")
         spin = "if not os.fork():\n  while True: pass\n"
         count = "n = [0]\ndef up():\n  while True: n[0] += 1\n"
@@ -72,16 +74,18 @@ def test_a_session_keeps_variables_and_files_and_nothing_runs_meanwhile(sandbox)
         before = session.run("before = n[0]; x, open('file').read()")
         assert before.text == "(3, 'kept')\n"
         deadline = time.monotonic() + PATIENCE_S
-        while "R" in _states(os.getpid()):
+        while "R" in _states(below.pids()):
             assert time.monotonic() < deadline, "something runs between two programs"
         assert session.run("x += 1; x").text == "4\n"
 
 
-def _states(pid):
-    """Return the states of the processes below, by the kernel's letters."""
-    below = set(descendants(pid)) - {pid}
-    texts = [Path(f"/proc/{one}/stat").read_text() for one in below]
-    return {text.rpartition(") ")[2][0] for text in texts}
+def _states(pids):
+    """Return the states of processes that have not ended, by the kernel's letters."""
+    states = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            states.add(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0])
+    return states
 
 
 def test_a_program_that_was_stopped_takes_its_state_with_it_and_the_next_begins_anew(sandbox):

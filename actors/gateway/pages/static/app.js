@@ -14,6 +14,8 @@
     });
   }
 
+  document.querySelector(".tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+
   document.addEventListener("submit", (event) => {
     const question = event.target.dataset.confirm;
     if (question && !window.confirm(question)) event.preventDefault();
@@ -24,12 +26,29 @@
     for (const one of event.target.form.querySelectorAll("input[name=run]")) one.checked = event.target.checked;
   });
 
-  // The arrow keys lead to the page before and after this one, where it names them.
+  // Arrow keys, j and k lead to the step before and after this one; without steps, or beyond the
+  // last, and always with Shift, to the page that the links `prev` and `next` name.
+  const steps = [...document.querySelectorAll("[data-steps] .steps-list > .step")];
+  let current = steps.findIndex((one) => one.hasAttribute("aria-current") || `#${one.id}` === location.hash);
+  const walk = (by) => {
+    const next = steps[current < 0 && by < 0 ? -1 : current + by];
+    if (!next) return false;
+    steps[current]?.removeAttribute("aria-current");
+    current += by;
+    next.setAttribute("aria-current", "step");
+    next.focus({ preventScroll: true });
+    next.scrollIntoView({ block: "start" });
+    history.replaceState(null, "", next.querySelector(".step-number").href);
+    return true;
+  };
   document.addEventListener("keydown", (event) => {
-    const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
-    if (!rel || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const by = { ArrowLeft: -1, k: -1, ArrowRight: 1, j: 1 }[event.key];
+    if (!by || event.altKey || event.ctrlKey || event.metaKey) return;
     if (event.target.closest("input, textarea, select, .u-over")) return;
-    document.querySelector(`main a[rel=${rel}]`)?.click();
+    if (!event.shiftKey && walk(by)) return event.preventDefault();
+    const more = !event.shiftKey && document.querySelector(by > 0 ? "[data-step-after]" : "[data-step-before]");
+    const other = event.key.length > 1 && document.querySelector(`main a[rel=${by > 0 ? "next" : "prev"}]`);
+    (more || other || null)?.click();
   });
 
   for (const place of document.querySelectorAll("[data-refresh]")) {

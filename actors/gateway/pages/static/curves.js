@@ -26,7 +26,7 @@
   };
 
   // ---- what is looked at, and how
-  const KEYS = ["x", "smooth", "log", "q", "pins", "open"];
+  const KEYS = ["x", "smooth", "log", "q", "pins", "open", "seeds"];
   const asked = new URLSearchParams(location.search);
   const list = (text) => (text ? text.split(",").map(decodeURIComponent) : []);
   const kept = (() => {
@@ -40,9 +40,10 @@
     q: kept.get("q") || "",
     pins: list(kept.get("pins")),
     open: new Set(list(kept.get("open"))),
+    seeds: kept.get("seeds") !== "0" && runs.some((run) => run.seeds),
   };
   const keep = () => {
-    const told = { x: view.x === "step" ? "" : view.x, smooth: view.smooth || "", log: view.log ? "1" : "", q: view.q, pins: view.pins.map(encodeURIComponent).join(","), open: [...view.open].map(encodeURIComponent).join(",") };
+    const told = { x: view.x === "step" ? "" : view.x, smooth: view.smooth || "", log: view.log ? "1" : "", q: view.q, pins: view.pins.map(encodeURIComponent).join(","), open: [...view.open].map(encodeURIComponent).join(","), seeds: view.seeds || !runs.some((run) => run.seeds) ? "" : "0" };
     const query = new URLSearchParams(location.search), own = new URLSearchParams();
     for (const [key, value] of Object.entries(told)) {
       if (value) { query.set(key, value); if (key !== "q") own.set(key, value); } else query.delete(key);
@@ -52,13 +53,20 @@
   };
 
   const groupOf = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "others");
-  const chartOf = (name) => ({ key: name, title: name, about: "", lines: [[name, name]] });
+  const titles = new Map(curated.flatMap((chart) => chart.lines.map(([name, label]) => [name, chart.lines.length > 1 ? `${chart.title}, ${label}` : chart.title])));
+  const WORDS = { kl: "KL", ppo: "PPO", pg: "policy", lr: "learning rate", val: "validation", num: "number of", s: "(seconds)", std: "deviation", clipfrac: "clipped share" };
+  const human = (name) => {
+    if (titles.has(name)) return titles.get(name);
+    const words = name.replace(/^[^/]*\/(?=.)/, "").split(/[/_]/).map((word) => WORDS[word] || word).join(" ").trim() || name;
+    return words[0].toUpperCase() + words.slice(1);
+  };
+  const chartOf = (name) => ({ key: name, title: human(name), about: name, lines: [[name, human(name)]] });
   const overview = one ? curated : curated.flatMap((chart) => chart.lines.map(([name]) => chartOf(name)));
   if (overview.length) overview[0].large = true;
   const known = (key) => overview.find((chart) => chart.key === key) || (names.includes(key) ? chartOf(key) : null);
   const matching = () => {
     const words = view.q.toLowerCase().split(/\s+/).filter(Boolean);
-    return names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+    return names.filter((name) => words.every((word) => `${name} ${human(name)}`.toLowerCase().includes(word)));
   };
   const sections = () => {
     if (view.q.trim()) {
@@ -108,6 +116,9 @@
     const where = element("span", "dim at", chart.about);
     caption.append(element("b", "", chart.title), " ", where, last, tools);
     const place = element("div", "plot");
+    figure.setAttribute("role", "figure");
+    figure.setAttribute("aria-label", chart.title);
+    place.setAttribute("role", "img");
     figure.append(caption, place);
     const plot = new Plot(place, figure.classList.contains("large") ? 300 : 190);
     const pinned = section.key === "pinned";
@@ -117,29 +128,39 @@
       button("CSV", "Download the values", () => plot.csv(title(chart))),
       button("PNG", "Download the picture", () => plot.png(title(chart))),
     );
-    const made = { id, figure, chart, plot, last, where };
+    const made = { id, figure, chart, plot, last, where, place };
     plot.onCursor = (idx) => legend(made, idx);
     figures.set(id, made);
     return made;
   };
   const title = (chart) => (one ? `${runs[0].name} ${chart.title}` : chart.title);
 
-  const legend = ({ chart, plot, last, where }, idx) => {
+  const legend = ({ chart, plot, last, where, place }, idx) => {
     if (last.children.length !== plot.lines.length) {
       last.replaceChildren(...plot.lines.map(({ label }, number) => {
         const item = element("span", plot.lines.length > 1 ? `line line-${number % 10}` : "line");
-        item.append(one && plot.lines.length > 1 ? `${label} ` : "", element("b"));
+        item.append((one || view.seeds) && plot.lines.length > 1 ? `${label} ` : "", element("b"));
         item.title = label;
         return item;
       }));
     }
     plot.lines.forEach((_, number) => { last.children[number].lastChild.textContent = short(plot.at(number, idx)) || "–"; });
+    place.setAttribute("aria-label", `${chart.title} over ${view.x}: ${plot.lines.map(({ label }, number) => `${label} ${short(plot.at(number, null))}`).join(", ")}`);
     where.textContent = Number.isInteger(idx) ? plot.where(idx) : chart.about;
   };
 
   const linesOf = (chart) => {
     const found = [];
-    for (const run of runs) {
+    if (view.seeds) {
+      for (const seeds of new Set(runs.map((run) => run.seeds).filter(Boolean))) {
+        const some = runs.filter((run) => run.seeds === seeds);
+        for (const [name] of chart.lines) {
+          const line = meanOf(some.filter((run) => run.data.series[name]), name);
+          if (line.x.length) found.push({ name: `${seeds} ${name}`, label: seeds, ...line });
+        }
+      }
+    }
+    for (const run of view.seeds ? runs.filter((other) => !other.seeds) : runs) {
       for (const [name, label] of chart.lines) {
         const values = run.data.series[name];
         if (values) found.push({ name: `${run.job} ${name}`, label: one ? label : run.name, ...over(run.data, values) });
@@ -153,6 +174,32 @@
     const take = (all) => at.map((index) => all[index]);
     const x = take(view.x === "step" ? data.x : data[view.x] || data.x);
     return { x, y: take(values.y), ...(one && values.low ? { low: take(values.low), high: take(values.high) } : {}) };
+  };
+
+  // The mean of runs with different seeds, over the steps that all of them have, with their range.
+  const meanOf = (some, name) => {
+    const width = Math.max(...some.map((run) => run.data.width));
+    const at = new Map();
+    some.forEach((run, number) => {
+      const { y } = run.data.series[name], xs = run.data[view.x === "step" ? "x" : view.x] || run.data.x;
+      run.data.x.forEach((step, index) => {
+        if (y[index] === null || y[index] === undefined || !Number.isFinite(xs[index])) return;
+        const key = Math.floor(step / width) * width;
+        const bin = at.get(key) || at.set(key, some.map(() => [])).get(key);
+        bin[number].push([view.x === "step" ? key : xs[index], y[index]]);
+      });
+    });
+    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+    const line = { x: [], y: [], low: [], high: [] };
+    for (const [, bin] of [...at].sort(([left], [right]) => left - right)) {
+      if (bin.some((points) => !points.length)) continue;
+      const means = bin.map((points) => mean(points.map(([, value]) => value)));
+      line.x.push(mean(bin.flatMap((points) => mean(points.map(([x]) => x)))));
+      line.y.push(mean(means));
+      line.low.push(Math.min(...means));
+      line.high.push(Math.max(...means));
+    }
+    return line;
   };
 
   // What can be seen is drawn at once, the rest when it comes into sight.
@@ -236,7 +283,16 @@
     if (view.log) said.push("Values that are not above 0 have no place on a logarithmic axis.");
     note.textContent = said.join(" ");
   };
+  // The marks of runs elsewhere on the page have the colours of their lines.
+  const mark = () => {
+    const groups = [...new Set(runs.map((run) => run.seeds).filter(Boolean))], alone = runs.filter((run) => !run.seeds);
+    runs.forEach((run, number) => {
+      const colour = !view.seeds ? number : run.seeds ? groups.indexOf(run.seeds) : groups.length + alone.indexOf(run);
+      for (const made of document.querySelectorAll(`[data-run="${CSS.escape(run.job)}"]`)) made.className = `line line-${colour % 10}`;
+    });
+  };
   const redraw = () => {
+    mark();
     for (const made of figures.values()) made.plot.remove();
     draw();
   };
@@ -317,11 +373,14 @@
 
   // ---- the controls
   if (bar) {
-    const { q, x, smooth, log } = bar.elements;
+    const { q, x, smooth, log, seeds } = bar.elements;
     q.value = view.q;
     x.value = view.x;
     smooth.value = view.smooth;
     log.checked = view.log;
+    seeds.checked = view.seeds;
+    seeds.parentElement.hidden = !runs.some((run) => run.seeds);
+    seeds.addEventListener("change", () => { view.seeds = seeds.checked; keep(); redraw(); });
     bar.addEventListener("submit", (event) => event.preventDefault());
     let typing = 0;
     q.addEventListener("input", () => {
@@ -336,6 +395,7 @@
 
   document.addEventListener("themechange", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  mark();
   let wide = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === wide) return;

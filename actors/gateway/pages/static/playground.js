@@ -6,7 +6,7 @@
   const root = document.getElementById("playground");
   const find = (name) => root.querySelector(name);
   const settings = find("[data-settings]"), chat = find("[data-chat]"), say = find("[data-say]");
-  const [stop, again, note] = ["[data-stop]", "[data-again]", "[data-note]"].map(find);
+  const [stop, again, note, offers, serving] = ["[data-stop]", "[data-again]", "[data-note]", "[data-offers]", "[data-serving]"].map(find);
   const LEVELS = [-0.05, -0.3, -1, -2, -4];
   const messages = []; // what is sent: role and content
   let running = null;
@@ -26,11 +26,12 @@
   // ---- which models there are; one that is just being started is waited for
   const listed = async () => {
     const wanted = settings.model.value || root.dataset.model;
-    let there = [];
+    let there = [], served = [];
     try {
       const reply = await fetch("/v1/models");
       if (reply.status === 401) return location.reload();
-      if (reply.ok) there = [...new Set((await reply.json()).data.map((one) => one.id))];
+      if (reply.ok) served = (await reply.json()).data;
+      there = [...new Set(served.map((one) => one.id))];
     } catch { /* the gateway is away; the next round tries again */ }
     const names = wanted && !there.includes(wanted) ? [wanted, ...there] : there;
     const shown = [...settings.model.options].map((one) => one.value);
@@ -39,7 +40,15 @@
       if (wanted) settings.model.value = wanted;
     }
     const waits = wanted && !there.includes(wanted);
-    note.replaceChildren(waits ? `${wanted} does not answer yet. ` : there.length ? "Every answer shows its tokens." : "Nothing is served: choose Chat at a checkpoint of a run, or `tinkermq serve RUN`.");
+    note.replaceChildren(waits ? `${wanted} does not answer yet. ` : there.length ? "Every answer shows its tokens." : "");
+    offers.hidden = Boolean(names.length);
+    const own = served.find((one) => one.id === (settings.model.value || wanted));
+    const job = own ? own.owned_by !== "tinker" && own.job : waits && root.dataset.job;
+    serving.hidden = !job;
+    if (job) {
+      serving.action = `/jobs/${encodeURIComponent(job)}/stop`;
+      serving.firstChild.textContent = `${own?.name || wanted} keeps its slot of the pool until it is stopped.`;
+    }
     if (waits && root.dataset.job) {
       const link = element("a", "", "See what it waits for");
       link.href = `/jobs/${encodeURIComponent(root.dataset.job)}`;

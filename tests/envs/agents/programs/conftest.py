@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import pytest
 from tinkermq.envs import StepResult
 from tinkermq.envs.agents.programs.runner import ProgramRunner
 from tinkermq.envs.running.episodes import Opening
-from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.config.agent import AgentConfig
 
 from tests.support.harbor_tasks import forget_tasks
 from tests.support.model_endpoint import ModelEndpoint
+from tests.support.processes import Below
 from tests.support.waiting import PATIENCE_S, until
 
 PRELUDE = """
@@ -69,34 +68,14 @@ class Host:
             self.runner.drop(episode)
 
 
-def held() -> tuple[set[int], int]:
-    """Return the processes below this one, and how many files it has open.
-
-    The browser of other tests, which stays open between them, starts processes when it likes.
-    """
-    below = {pid for pid in descendants(os.getpid()) if not is_browser(pid)}
-    return below, len(list(Path("/proc/self/fd").iterdir()))
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def is_browser(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/comm").read_text().startswith(("chrom", "headless_shell"))
-    return False
-
-
-def no_more_than(before: tuple[set[int], int]) -> bool:
-    """Whether no process and no open file has come."""
-    (pids, files), (then, most) = held(), before
-    return pids <= then and files <= most
-
-
-def left_over(before: tuple[set[int], int]) -> list[str]:
-    """Describe new processes, and all files if there are more of them."""
-    (pids, files), (then, most) = held(), before
-    found = [Path(f"/proc/{pid}/stat").read_text()[:200] for pid in pids - then]
-    if files > most:
-        found += [str(file.readlink()) for file in Path("/proc/self/fd").iterdir()]
-    return found
+def left_over(below: Below) -> list[str]:
+    """Describe the processes that a test left, and all open files."""
+    found = [Path(f"/proc/{pid}/stat").read_text()[:200] for pid in below.pids()]
+    return found + [str(file.readlink()) for file in Path("/proc/self/fd").iterdir()]
 
 
 @contextlib.asynccontextmanager
@@ -110,7 +89,7 @@ async def hosting(
     **config: Any,
 ) -> AsyncIterator[Host]:
     """Host a Python program; afterwards no process and no folder of it may be left."""
-    before = held()
+    below, files = Below(), num_open_files()
     settings = {"command": ["{python}", "-S", "-c", PRELUDE + code], **LIMITS, **config}
     endpoint = ModelEndpoint()
     runner = ProgramRunner(
@@ -130,9 +109,9 @@ async def hosting(
         forget_tasks()
         assert not (folders and folders.exists())
     try:
-        await until(lambda: no_more_than(before), "rest")
+        await until(lambda: not below.pids() and num_open_files() <= files, "rest")
     except TimeoutError:
-        raise AssertionError(f"left over: {left_over(before)}") from None
+        raise AssertionError(f"left over: {left_over(below)}") from None
 
 
 @pytest.fixture
