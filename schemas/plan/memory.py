@@ -310,17 +310,13 @@ def _activations(load: LearnerLoad) -> int:
 
 def _held(load: LearnerLoad) -> int:
     """Return the bytes that autograd keeps of a micro-batch's forward pass."""
-    shape = load.shape
-    tokens = -(-load.microbatch_tokens // load.context_parallel)
-    layer = layer_bytes_per_token(load)
-    stream = load.compute_bytes * shape.hidden
-    held = shape.layers * (stream if load.checkpointing else layer)
+    shape, tokens = load.shape, -(-load.microbatch_tokens // load.context_parallel)
+    held = _inputs(load) if load.checkpointing else shape.layers * _layer(load)
     if load.offload_activations:  # the computing layer, and the one being copied
-        held = min(held, _INPUTS_ON_CARD * stream)
-    final = 3 * 4 * shape.hidden
+        held = min(held, _INPUTS_ON_CARD * _inputs(load) // shape.layers)
     rows = load.microbatch_tokens // max(1, load.row_tokens)
     mask = rows * load.row_tokens**2 * (1 + load.compute_bytes) if load.dense_mask else 0
-    return tokens * (held + final) + mask
+    return held + tokens * 3 * 4 * shape.hidden + mask
 
 
 def _layer(load: LearnerLoad) -> int:
