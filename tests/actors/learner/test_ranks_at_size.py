@@ -49,17 +49,18 @@ def qwen3(width: int, layers: int, heads: int, mlp: int, vocab: int = 151936) ->
 
 SMALL = qwen3(512, 4, 8, 1536, 8192)
 QWEN3_8B = qwen3(4096, 36, 32, 12288)
-QWEN3_30B_A3B = Qwen3MoeConfig(
-    hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    vocab_size=151936,
-)
+_30B_A3B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B = Qwen3MoeConfig(**_30B_A3B)
 
 
 class Answers(TorchFunctionMode):
