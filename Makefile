@@ -84,10 +84,10 @@ test-long: $(VENV)/dev.stamp $(VENV)-vllm/started.stamp programs ray  ## Run the
 # GPU. What is measured within BUDGET seconds goes into the folder REPORT, whose report.json
 # `tinkermq plan --measured` reads. Without make or .venv: `python3 -m tests.gpu`.
 DEVICE := gpu
-BUDGET := 540
+BUDGET :=
 REPORT := outputs/gpu
 test-gpu: $(VENV)/dev.stamp  ## Measure and test a machine with GPUs, for BUDGET=540 seconds; DEVICE=cpu without one
-	@$(BIN)/python -m tests.gpu --device $(DEVICE) --budget $(BUDGET) --folder $(REPORT)
+	@$(BIN)/python -m tests.gpu --device $(DEVICE) $(BUDGET:%=--budget %) --folder $(REPORT)
 
 # What a Python with torch and transformers lacks to run `python3 -m tests.gpu` from a bare tree, for
 # a machine without an index: one file of 17 MB, in the versions of .venv.

@@ -29,6 +29,7 @@ NAMES = (
     "against_trl",
     "against_trl_environment",
     "against_trl_language_model",
+    "against_trl_gpu",
     "asynchrony",
     "environment",
     "agent_proxy",

@@ -71,6 +71,8 @@ class Contest:
     """Samples that the peer computes at once as it trains; None: those of the step."""
     num_counted: int | None = None
     """Steps of ours that count; more keep the generator busy until then. None: all."""
+    more: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Further settings of a peer, by its name."""
     keep: Path | None = None
     """Where the model that ours has trained is kept."""
     sides: dict[str, list[Side]] = field(default_factory=dict[str, list[Side]])
@@ -97,9 +99,9 @@ async def run_ours(contest: Contest) -> Side:
     return Side(run.samples_per_s(after=contest.warm), run.values("training_step_reward"), run)
 
 
-def run_trl(contest: Contest, way: str, num_steps: int) -> Side:
-    """Train with TRL, in a process of its own."""
-    job = contest.job
+def run_trl(contest: Contest, name: str) -> Side:
+    """Train with a peer, in a process of its own."""
+    job, (way, num_steps) = contest.job, contest.ways[name]
     warm = min(contest.warm if contest.peer_warm is None else contest.peer_warm, num_steps - 1)
     with tempfile.TemporaryDirectory() as folder:
         settings = {
@@ -116,6 +118,7 @@ def run_trl(contest: Contest, way: str, num_steps: int) -> Side:
             "delay_scale": contest.delay_scale,
             "env_workers": job["env"].get("workers", 4),
             "output_dir": f"{folder}/trl",
+            **contest.more.get(name, {}),
         }
         result = peer_process(Path(folder), settings)
     seconds = result["ended"][-1] - result["ended"][warm - 1]
@@ -148,10 +151,10 @@ async def compete(contest: Contest, rounds: int) -> None:
     """Run all sides in turns."""
     for number in range(rounds):
         contest.sides.setdefault("tinkermq", []).append(await run_ours(contest))
-        for name, (way, num_steps) in contest.ways.items():
+        for name, (_, num_steps) in contest.ways.items():
             if number and num_steps < contest.job["training"]["num_steps"]:
                 continue  # the slow peer runs once
-            side = await asyncio.to_thread(run_trl, contest, way, num_steps)
+            side = await asyncio.to_thread(run_trl, contest, name)
             contest.sides.setdefault(name, []).append(side)
 
 

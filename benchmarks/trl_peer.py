@@ -16,11 +16,16 @@ model.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
 
+import contextlib
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,43 +77,108 @@ class Clock(TrainerCallback):
             self.rewards.append(logs["reward"])
 
 
-def grpo_config(settings: Settings) -> GRPOConfig:
-    """Return TRL's settings for what the other side trains."""
+def common_config(settings: Settings) -> dict[str, Any]:
+    """Return the settings of both of TRL's trainers for what the other side trains."""
     num_samples = settings["batch_size"] * settings["group_size"]
     pass_samples = settings.get("pass_samples") or num_samples
-    return GRPOConfig(
-        output_dir=settings["output_dir"],
-        use_cpu=True,
-        bf16=False,
-        seed=settings.get("seed", 0),
-        max_steps=settings["num_steps"],
-        per_device_train_batch_size=pass_samples,
-        gradient_accumulation_steps=num_samples // pass_samples,
-        num_generations=settings["group_size"],
-        max_completion_length=settings["max_response_tokens"],
-        learning_rate=settings["lr"],
-        lr_scheduler_type=settings.get("schedule", "constant"),
-        warmup_steps=0,
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        beta=0.0,
-        loss_type="dapo",
-        scale_rewards="group",
-        temperature=1.0,
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
-        max_tool_calling_iterations=1,
-        logging_steps=1,
-        log_completions=False,
-        disable_tqdm=True,
-        save_strategy="no",
-        report_to="none",
-        dataloader_num_workers=0,
+    on_gpu = bool(settings.get("on_gpu"))
+    return {
+        "output_dir": settings["output_dir"],
+        "use_cpu": not on_gpu,
+        "bf16": on_gpu,
+        "seed": settings.get("seed", 0),
+        "max_steps": settings["num_steps"],
+        "per_device_train_batch_size": pass_samples,
+        "gradient_accumulation_steps": num_samples // pass_samples,
+        "num_generations": settings["group_size"],
+        "max_completion_length": settings["max_response_tokens"],
+        "learning_rate": settings["lr"],
+        "lr_scheduler_type": settings.get("schedule", "constant"),
+        "warmup_steps": 0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "temperature": 1.0,
+        "gradient_checkpointing": False,
+        "max_tool_calling_iterations": 1,
+        "logging_steps": 1,
+        "log_completions": False,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "dataloader_num_workers": 0,
+    }
+
+
+def grpo_config(settings: Settings) -> GRPOConfig:
+    """Return the settings of the synchronous trainer, on a GPU with vLLM in its process."""
+    own: dict[str, Any] = {
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "shuffle_dataset": False,
+    }
+    if settings.get("on_gpu"):
+        own |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+    return GRPOConfig(**common_config(settings), **own)
+
+
+def grpo_trainer(settings: Settings, **arguments: Any) -> GRPOTrainer:
+    """Return the synchronous trainer."""
+    return GRPOTrainer(
+        model=load_causal_lm(settings["model"], dtype=torch.float32),
+        args=grpo_config(settings),
+        peft_config=lora_config(settings),
+        **arguments,
     )
+
+
+def async_trainer(settings: Settings, **arguments: Any) -> Any:
+    """Return the asynchronous trainer, which asks the vLLM of `serving`."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    own = {"vllm_server_base_url": settings["server"], "max_staleness": settings["max_staleness"]}
+    return AsyncGRPOTrainer(
+        model=settings["model"],
+        args=AsyncGRPOConfig(**common_config(settings), **own),
+        peft_config=lora_config(settings),
+        **arguments,
+    )
+
+
+def lora_config(settings: Settings) -> Any:
+    """Return the adapter that is trained; None: all weights are."""
+    if not settings.get("lora_rank"):
+        return None
+    from peft import LoraConfig
+
+    rank = settings["lora_rank"]
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@contextlib.contextmanager
+def serving(settings: Settings) -> Iterator[None]:
+    """Start the vLLM that the asynchronous trainer needs, on the same GPU.
+
+    It gets adapters as files: whole weights would come by NCCL, which refuses two ranks on one GPU.
+    """
+    if "server" not in settings:
+        yield
+        return
+    port, rank = settings["server"].rpartition(":")[2], str(max(8, settings["lora_rank"]))
+    command = ["vllm", "serve", settings["model"], "--port", port, "--host", "127.0.0.1"]
+    options = ["--enable-lora", "--max-lora-rank", rank, "--max-loras", "4"]
+    shared = ["--gpu-memory-utilization", "0.4", "--max-model-len", "1024"]
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    process = subprocess.Popen([*command, *options, *shared], env={**os.environ, **own})
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 # -- addition ----------------------------------------------------------------------------------
@@ -123,19 +193,30 @@ def right_answer(completions: list[Any], ground_truth: list[str], **_: Any) -> l
 # -- sums, by a reward function ----------------------------------------------------------------
 
 
-def sums_reward(settings: Settings) -> Callable[..., list[float]]:
-    """Return the reward function of the sums: the steps of all games at the same time."""
-    threads = ThreadPoolExecutor(settings["env_workers"])
+@dataclass
+class SumsReward:
+    """Reward function of the sums: the steps of all games at the same time.
 
-    def play(completion: Any, truth: str) -> float:
-        game = SlowSumsGame(scale=settings["delay_scale"])
+    The asynchronous trainer sends it to another process.
+    """
+
+    scale: float
+    workers: int
+    __name__ = "last_number"
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """Where games play."""
+        return ThreadPoolExecutor(self.workers)
+
+    def __call__(self, completions: list[Any], ground_truth: list[str], **_: Any) -> list[float]:
+        """Return the reward of each answer."""
+        return list(self.threads.map(self._play, completions, ground_truth))
+
+    def _play(self, completion: Any, truth: str) -> float:
+        game = SlowSumsGame(scale=self.scale)
         game.reset(ground_truth=truth)
         return game.step(completion[0]["content"]).reward
-
-    def last_number(completions: list[Any], ground_truth: list[str], **_: Any) -> list[float]:
-        return list(threads.map(play, completions, ground_truth))
-
-    return last_number
 
 
 # -- the calculator, by a rollout function -----------------------------------------------------
@@ -277,7 +358,10 @@ def ways(settings: Settings, tokenizer: Any) -> dict[str, Callable[[], dict[str,
     CalculatorEnvironment.scale = settings["delay_scale"]
     return {
         "none": lambda: {"reward_funcs": right_answer, "processing_class": tokenizer},
-        "sums": lambda: {"reward_funcs": sums_reward(settings), "processing_class": tokenizer},
+        "sums": lambda: {
+            "reward_funcs": SumsReward(settings["delay_scale"], settings["env_workers"]),
+            "processing_class": tokenizer,
+        },
         "rollout": lambda: {
             "reward_funcs": game_reward,
             "rollout_func": Rollout(settings),
@@ -313,16 +397,17 @@ def main() -> None:
     data = columns(rows)
     tokenizer = load_tokenizer(settings["model"])
     clock = Clock()
-    trainer = GRPOTrainer(
-        model=load_causal_lm(settings["model"], dtype=torch.float32),
-        args=grpo_config(settings),
-        train_dataset=Dataset.from_dict(data),
-        callbacks=[clock],
-        **ways(settings, tokenizer)[settings["way"]](),
-    )
-    trainer.remove_callback(PrinterCallback)
-    started = time.time()
-    trainer.train()
+    make = async_trainer if "server" in settings else grpo_trainer
+    with serving(settings):
+        trainer = make(
+            settings,
+            train_dataset=Dataset.from_dict(data),
+            callbacks=[clock],
+            **ways(settings, tokenizer)[settings["way"]](),
+        )
+        trainer.remove_callback(PrinterCallback)
+        started = time.time()
+        trainer.train()
     result = {"started": started, "ended": clock.ended, "rewards": clock.rewards}
     Path(sys.argv[2]).write_text(json.dumps(result))
 

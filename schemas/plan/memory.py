@@ -192,12 +192,7 @@ def learner_terms(load: LearnerLoad) -> list[Term]:
         Term("logits", _logits(load), "lower learner.microbatch_tokens"),
     ]
     if load.is_sharded:
-        gathered = load.shape.root_weights + 2 * load.shape.layer_weights
-        num_bytes = gathered * load.compute_bytes
-        if not load.lora_weights:  # and their gradients, before they are sharded
-            largest = max(load.shape.root_weights, load.shape.layer_weights)
-            num_bytes += largest * _MASTER_BYTES
-        terms.append(Term("gathered weights", num_bytes, "take a smaller model"))
+        terms.append(Term("gathered weights", _gathered(load), "take a smaller model"))
     elif load.compute_bytes == 2 and not load.lora_weights:
         # Layers keep them for the backward pass; recomputed layers one at a time.
         layer = load.shape.layer_weights
@@ -308,21 +303,47 @@ def _less_activations(load: LearnerLoad) -> str:
 
 
 def _activations(load: LearnerLoad) -> int:
+    """Return the bytes of activations at the peak, and of a recomputed layer beyond the logits."""
+    again = _layer(load) - _logits(load) - _head_gradient(load) if load.checkpointing else 0
+    return _held(load) + max(0, again)
+
+
+def _held(load: LearnerLoad) -> int:
     """Return the bytes that autograd keeps of a micro-batch's forward pass."""
-    shape = load.shape
-    tokens = -(-load.microbatch_tokens // load.context_parallel)
-    layer = layer_bytes_per_token(load)
-    stream = load.compute_bytes * shape.hidden
-    held = shape.layers * (stream if load.checkpointing else layer)
+    shape, tokens = load.shape, -(-load.microbatch_tokens // load.context_parallel)
+    held = _inputs(load) if load.checkpointing else shape.layers * _layer(load)
     if load.offload_activations:  # the computing layer, and the one being copied
-        held = min(held, _INPUTS_ON_CARD * stream)
-    final = 3 * 4 * shape.hidden
+        held = min(held, _INPUTS_ON_CARD * _inputs(load) // shape.layers)
     rows = load.microbatch_tokens // max(1, load.row_tokens)
     mask = rows * load.row_tokens**2 * (1 + load.compute_bytes) if load.dense_mask else 0
-    again = 0
-    if load.checkpointing:  # a layer is recomputed after the logits are freed
-        again = max(0, tokens * layer - _logits(load) - _head_gradient(load))
-    return tokens * (held + final) + mask + again
+    return held + tokens * 3 * 4 * shape.hidden + mask
+
+
+def _layer(load: LearnerLoad) -> int:
+    """Return the bytes that autograd keeps of a layer for a micro-batch."""
+    return -(-load.microbatch_tokens // load.context_parallel) * layer_bytes_per_token(load)
+
+
+def _gathered(load: LearnerLoad) -> int:
+    """Return the bytes of gathered weights, and of gradients beyond activations and logits.
+
+    A gradient is whole until the ranks add it, in float32: that of the output layer in all layers'
+    backward passes, those outside of layers at the end, when no weight is gathered any more.
+    """
+    shape, c = load.shape, load.compute_bytes
+    layer, root, head = shape.layer_weights, shape.root_weights, shape.embedding_weights
+    gathered = (root + 2 * layer) * c
+    if load.lora_weights:
+        return gathered
+    held, logits = _held(load), _logits(load)
+    rounded = c if c < _MASTER_BYTES else 0
+    of_head = logits - logits // _LOGITS_COPIES + head * (_MASTER_BYTES + rounded) - layer * c
+    # The last layer's gradient is added while the next one is computed: again, or its rest freed.
+    of_layer = (_layer(load) if load.checkpointing else -_layer(load)) + head * c
+    of_layer += layer * _MASTER_BYTES
+    at_end = root * (_MASTER_BYTES + c) - gathered
+    peak = max(held + max(of_head, of_layer), at_end)
+    return gathered + max(0, peak - _activations(load) - logits)
 
 
 def layer_bytes_per_token(load: LearnerLoad) -> int:

@@ -23,6 +23,7 @@ NEEDS = {
     "against_trl": ("trl", "datasets"),
     "against_trl_environment": ("trl", "datasets"),
     "against_trl_language_model": ("trl", "datasets"),
+    "against_trl_gpu": ("trl", "datasets"),
     "agent_proxy": ("fastapi", "uvicorn", "aiohttp"),
     "environment": ("fastapi", "uvicorn", "aiohttp"),
     "vllm": ("vllm",),

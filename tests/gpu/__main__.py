@@ -83,11 +83,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds")
+    parser.add_argument("--budget", type=float, help="seconds (540; 1800 without a GPU)")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "gpu")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(FIRST)}")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.budget is None:
+        arguments.budget = 540.0 if arguments.device == "gpu" else 1800.0
+    return arguments
 
 
 def _environment(device: str, folder: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The engine in a training loop beside the engine alone, and the way from a step to new tokens."""
 
-import asyncio
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.policy.tiny_models import END, SPECIAL_TOKENS, save_tiny_model
-from tinkermq.actors.rollout.players import start_engine
 from tinkermq.broker.feed import read_traces
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import resolve_dtype
 from tinkermq.schemas.plan.model_shape import find_shape
 from tinkermq.schemas.plan.plan import DECODE_OVERHEAD_S
 
+from benchmarks.engine import generated_per_s
 from benchmarks.learner_step import let_go
 from tests.gpu.material import Peak
 from tests.gpu.report import Recorder
@@ -101,38 +99,15 @@ def load(on_gpu: bool, tmp_path: Path) -> Load:
     return Load(on_gpu, folder)
 
 
-@dataclass(frozen=True)
-class EngineSpeed:
-    """What an engine reaches without a loop."""
-
-    tokens_per_s: float
-    step_s: float
-    """Of a decoding step of a full batch."""
-
-
-async def engine_alone(load: Load) -> EngineSpeed:
-    """Measure the engine of the job, with requests as the job has them."""
-    engine = await start_engine(JobConfig.model_validate(load.job(1, 0)))
+async def engine_alone(load: Load) -> float:
+    """Return the tokens per second of the job's engine, with requests as the job has them."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(8, 264, (NUM_WAVES * load.num_requests, PROMPT_TOKENS), np.int32)
-    sampling = Sampling(load.new_tokens, stop_token_ids=(SPECIAL_TOKENS.index(END),))
-    loop = asyncio.get_running_loop()
-    seconds, num_tokens = 0.0, 0
+    config = JobConfig.model_validate(load.job(1, 0))
     try:
-        for attempt in ("first", "measured"):
-            begun = loop.time()
-            generations = await asyncio.gather(
-                *(
-                    engine.generate(prompt, sampling, request_id=f"{attempt}-{number}")
-                    for number, prompt in enumerate(prompts)
-                )
-            )
-            seconds = loop.time() - begun
-            num_tokens = sum(len(one.token_ids) for one in generations)
+        return await generated_per_s(config, list(prompts), [SPECIAL_TOKENS.index(END)])
     finally:
-        await engine.close()
         let_go()
-    return EngineSpeed(num_tokens / seconds, seconds * load.num_requests / num_tokens)
 
 
 def decode_of_bandwidth(load: Load, step_s: float) -> tuple[float, str]:
@@ -196,10 +171,10 @@ async def test_a_loop_at_staleness_two_generates_nearly_as_fast_as_the_engine_al
         await job.until("COMPLETED", deadline_s=200)
         in_loop = await loop_tokens_per_s(job)
         versions = await new_versions(job)
-    share, source = decode_of_bandwidth(load, alone.step_s)
-    record("engine alone, tokens/s", alone.tokens_per_s)
+    share, source = decode_of_bandwidth(load, load.num_requests / alone)
+    record("engine alone, tokens/s", alone)
     record("engine in the loop, tokens/s", in_loop)
-    record("loop_over_engine", in_loop / alone.tokens_per_s)
+    record("loop_over_engine", in_loop / alone)
     if share:
         record("decode_of_bandwidth", share)
         record("peak", source)
@@ -207,4 +182,4 @@ async def test_a_loop_at_staleness_two_generates_nearly_as_fast_as_the_engine_al
     record("step_to_new_tokens_s", median(versions.to_tokens_s))
     assert min(versions.to_tokens_s) > 0
     assert median(versions.to_tokens_s) <= 10
-    assert in_loop >= (0.4 if load.on_gpu else 0.02) * alone.tokens_per_s
+    assert in_loop >= (0.4 if load.on_gpu else 0.02) * alone
