@@ -27,7 +27,9 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 E = TypeVar("E", bound=BaseException)
 COUNTING = "broken_games:CountingGame"
-ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
+ISOLATIONS = pytest.mark.parametrize(
+    "isolation", ["thread", pytest.param("process", marks=pytest.mark.full)]
+)
 
 
 class Client:

@@ -32,7 +32,7 @@ from tinkermq.schemas.wire.errors import (
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually, until
 
 
-@ISOLATIONS
+@pytest.mark.parametrize("isolation", ["thread", "process"])
 async def test_an_episode_from_reset_to_done(broker, scope, isolation):
     async with hosting(broker, scope, isolation=isolation, workers=2) as client:
         reply = await client.reset("a", seed=5)
@@ -516,7 +516,7 @@ async def test_a_host_that_dies_amid_a_step_is_found_out(broker, scope):
         await asyncio.wait_for(caller.reset("b", START), 1)
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@ISOLATIONS
 async def test_tools_and_their_answers_travel(broker, scope, isolation):
     kwargs = {"tool_format": "hermes", "sandbox": {"packages": [], "keep_state": True}}
     code = (
@@ -536,7 +536,11 @@ async def test_tools_and_their_answers_travel(broker, scope, isolation):
 
 @pytest.mark.parametrize(
     ("game", "isolation"),
-    [("Adding", "thread"), ("Adding", "process"), ("AddingAsync", "thread")],
+    [
+        ("Adding", "thread"),
+        pytest.param("Adding", "process", marks=pytest.mark.full),
+        ("AddingAsync", "thread"),
+    ],
 )
 async def test_results_of_several_calls_travel_as_messages_of_their_own(
     broker, scope, game, isolation

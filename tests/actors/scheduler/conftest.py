@@ -237,7 +237,7 @@ class Stack:
         subject = rpc("local", "scheduler", "nodes")
         with contextlib.suppress(NobodyAnswersError, DeadlineError):
             reply = await call(
-                self.broker, subject, Empty(), NodeList, timeout_s=5, waiting_for="the scheduler"
+                self.broker, subject, Empty(), NodeList, timeout_s=30, waiting_for="the scheduler"
             )
             return reply.nodes
         return []
