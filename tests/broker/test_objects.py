@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -84,6 +85,7 @@ async def test_a_put_or_read_cancelled_at_any_await_leaves_whole_objects_and_no_
         while buffers:
             buffers.pop().clear()  # BufferError while a thread writes or digests it
 
-    assert await cancel_everywhere(play, given_back) > 6
+    # from Python 3.12 on it suspends once less
+    assert await cancel_everywhere(play, given_back) > 6 - (sys.version_info >= (3, 12))
     await play()
     assert buffers == [whole]
