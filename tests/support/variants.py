@@ -7,6 +7,10 @@ import pytest
 
 
 def variants(values: Iterable[Any], *core: Any) -> list[Any]:
-    """Return the values of a parameter, marked `full` but for those of the core."""
-    full = pytest.mark.full
-    return [one if one in core else pytest.param(one, marks=full) for one in values]
+    """Return the values, tuples for several parameters, marked `full` but for the core's."""
+    return [one if one in core else _full(one) for one in values]
+
+
+def _full(value: Any) -> Any:
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.full)
