@@ -222,13 +222,14 @@ async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(
         await job.until_step(9)
         assert await job.rollout_log.first_seq() == 1
         s3.faults.set("", 0)
-        gate.open()
+        gate.let(13)
         await job.until_event("checkpoint_uploaded")
 
         async def trimmed() -> bool:
             return await job.rollout_log.first_seq() > 1
 
         await job.eventually(trimmed, "the log to be trimmed")
+        gate.open()
         ended = await job.until("COMPLETED")
         assert (ended.attempt, ended.losses) == (1, 0)
 
