@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..schemas.machines import MachineList
     from ..schemas.node import DamagedRecords, NodeStatus
     from ..schemas.task import Decision
-    from ..schemas.tinker.operation import ModelInfo, TrainerOffer
+    from ..schemas.tinker.operation import TrainerOffer
     from ..schemas.user import QuotaReply
 
 
@@ -220,20 +220,17 @@ class SchedulerCalls:
         request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
         return await self._change("secrets", request)
 
-    async def check_game(
-        self, config: Mapping[str, Any], look: Literal["game", "model"] = "game"
-    ) -> list[CheckResult]:
-        """Return the results of a node that plays a job's game without a model.
+    async def inspect_model(self, config: Mapping[str, Any]) -> list[CheckResult]:
+        """Return the results of a node that inspects a job's model with the code of the run.
 
-        With `look="model"` the node inspects model, template, adapter and conversations with the
-        code of the run; the list is empty if no node can. Raises GameError if no node could play,
-        and what `submit` raises for such a job.
+        It inspects model, template, adapter and conversations; the list is empty if no node can.
+        Raises what `submit` raises for such a job.
         """
-        from ..schemas.node import GameCheckRequest
+        from ..schemas.node import InspectRequest
 
-        request = GameCheckRequest(request_id=new_request_id(), config=dict(config), look=look)
+        request = InspectRequest(request_id=new_request_id(), config=dict(config))
         while True:
-            reply = await self._call_scheduler("check_game", request, CheckReply)
+            reply = await self._call_scheduler("inspect", request, CheckReply)
             if reply.done:
                 return reply.results
 
@@ -320,16 +317,6 @@ class SchedulerCalls:
         from ..schemas.tinker.operation import TrainerOffers
 
         return (await self._call_scheduler("trainers", Empty(), TrainerOffers)).offers
-
-    async def take_checkpoint(self, path: str) -> "ModelInfo":
-        """Let programs written for Tinker load `tinker://RUN@STEP`; return its contents.
-
-        Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
-        """
-        from ..schemas.tinker.checkpoints import TakeCheckpoint
-        from ..schemas.tinker.operation import ModelInfo
-
-        return await self._call_scheduler("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> "DamagedRecords":
         """Return the user's unreadable records, or those of the whole pool for admins."""

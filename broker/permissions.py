@@ -192,14 +192,6 @@ def admin_permissions(user: str) -> Permissions:
     )
 
 
-def invited_permissions(own_inbox: str) -> Permissions:
-    """Return an invitation's permissions: to register, and to receive only its own key."""
-    return Permissions(
-        publish=(rpc("invited", "users", "register"),),
-        subscribe=(f"{own_inbox}.>",),
-    )
-
-
 # -- processes of jobs -----------------------------------------------------------------------------
 
 

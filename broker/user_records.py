@@ -1,4 +1,4 @@
-"""Users and invitations: stored in a KV bucket that only the auth service writes.
+"""Users: stored in a KV bucket that only the auth service writes.
 
 The scheduler reads a user's quota here (`UserStore.get`); a pool without authentication has no such
 bucket, and `get` returns None.
@@ -6,14 +6,12 @@ bucket, and `get` returns None.
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import structlog
 
-from ..schemas.user import AuditRecord, Invitation, UserRecord
+from ..schemas.user import AuditRecord, UserRecord
 from ..schemas.wire import subjects
 from ..schemas.wire.errors import NotFoundError, TinkermqError
-from ..schemas.wire.message import Message
 from .client.connection import Broker
 from .client.fair_queue import Rates
 from .jetstream.direct_get import get_batch
@@ -26,9 +24,7 @@ from .jetstream.streams import (
     stream_info,
 )
 
-M = TypeVar("M", bound=Message)
-
-USER, _INVITATION = "user", "invitation"
+USER = "user"
 
 
 async def create_user_stores(broker: Broker) -> None:
@@ -44,7 +40,6 @@ class UserStore:
     def __init__(self, broker: Broker) -> None:
         """Work on the bucket that `create_user_stores` has made."""
         self._users = Bucket(broker, subjects.BUCKET_USERS, UserRecord)
-        self._invitations = Bucket(broker, subjects.BUCKET_USERS, Invitation)
 
     async def get(self, user: str) -> UserRecord | None:
         """Return a user, or None, also in a pool without users."""
@@ -64,32 +59,15 @@ class UserStore:
 
     async def change(self, user: str, change: Callable[[UserRecord], UserRecord]) -> UserRecord:
         """Replace a user's record by `change` of it; raises NotFoundError."""
-        return await _change(self._users, f"{USER}.{user}", f"user {user!r}", change)
 
-    async def invite(self, number: str, invitation: Invitation) -> None:
-        """Store an invitation."""
-        await self._invitations.create(f"{_INVITATION}.{number}", invitation)
+        def changed(current: UserRecord | None) -> UserRecord:
+            if current is None:
+                raise NotFoundError(
+                    f"there is no user {user!r}", hint="list the users: `tinkermq user list`"
+                )
+            return change(current)
 
-    async def invitation(self, number: str) -> Invitation | None:
-        """Return an invitation, or None."""
-        entry = await self._invitations.find(f"{_INVITATION}.{number}")
-        return None if entry is None else entry.value
-
-    async def change_invitation(
-        self, number: str, change: Callable[[Invitation], Invitation]
-    ) -> Invitation:
-        """Replace an invitation by `change` of it; raises NotFoundError."""
-        key = f"{_INVITATION}.{number}"
-        return await _change(self._invitations, key, "this invitation", change)
-
-
-async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], M]) -> M:
-    def changed(current: M | None) -> M:
-        if current is None:
-            raise NotFoundError(f"there is no {what}", hint="list the users: `tinkermq user list`")
-        return change(current)
-
-    return (await bucket.change(key, changed)).value
+        return (await self._users.change(f"{USER}.{user}", changed)).value
 
 
 # The audit log: accepted actions in one stream, refusals in another, so that refusals never push

@@ -10,8 +10,6 @@ class TrackingConfigDict(TypedDict, total=False):
     """Log a table of episodes (messages, reward, version) every N steps; 0: never."""
     max_episodes: int
     """Episodes per table."""
-    checkpoints: bool
-    """Upload each checkpoint as an artifact (wandb, MLflow)."""
 
 class ModelConfigDict(TypedDict, total=False):
     path: str
@@ -158,7 +156,7 @@ class AgentConfigDict(TypedDict, total=False):
     sampling: Literal['job', 'request']
     """job: sample as `rollout` says; request: with the program's temperature, top_p and top_k. Tokens drawn at other settings than the learner computes with are off-policy."""
     train: str
-    """Which calls are trained: `all`, `main`, `/PATTERN/`, `not /PATTERN/` or `alive` ([what is trained](train-an-agent.md#what-is-trained))."""
+    """Which calls are trained: `all`, `main`, `/PATTERN/` or `not /PATTERN/` ([what is trained](train-an-agent.md#what-is-trained))."""
     reasoning: Literal['keep', 'template']
     """Earlier reasoning at the next user message: keep: its tokens stay; template: the history is rendered by the chat template, as a branch."""
 

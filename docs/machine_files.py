@@ -18,7 +18,7 @@ from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message
 from docs.topics import TOPICS, Topic
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = re.compile("client|admin|user|invited|external agent|anyone")
+OUTSIDE = re.compile("client|admin|user|external agent|anyone")
 """In a route: a sender or receiver that is not a process of the pool."""
 SCHEMAS = "messages.schema.json"
 _PARAMETERS = {

@@ -80,14 +80,13 @@ from tinkermq.schemas.metric import (
 )
 from tinkermq.schemas.node import (
     DamagedRecords,
-    GameCheckRequest,
     InspectQuestion,
+    InspectRequest,
     LookQuestion,
     ModelQuestion,
     NodeList,
     NodeStatus,
     NodeSync,
-    PlayQuestion,
     RemoveRun,
     SchedulerLease,
 )
@@ -106,7 +105,6 @@ from tinkermq.schemas.tinker.checkpoints import (
     RunPage,
     SessionPage,
     SessionState,
-    TakeCheckpoint,
     TellSession,
     TinkerCheckpoint,
 )
@@ -135,14 +133,11 @@ from tinkermq.schemas.user import (
     AuditList,
     AuditRecord,
     AuditRequest,
-    Invitation,
-    Invite,
     JobKeyRequest,
     ListUsers,
     NameUser,
     NewKey,
     QuotaReply,
-    Register,
     RotateKey,
     SetQuota,
     UserList,
@@ -216,8 +211,7 @@ def _scheduler(
 
 
 def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
-    caller = "invited" if who == "invited" else "<u>"
-    subject = subjects.rpc(caller, "users", method)
+    subject = subjects.rpc("<u>", "users", method)
     return Topic(subject, "request", message, reply, f"{who} → auth service")
 
 
@@ -229,13 +223,12 @@ def _tinker(method: str, message: type[Message], reply: type[Message], to: str) 
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
     _scheduler("try", SubmitRequest, CheckReply),
-    _scheduler("check_game", GameCheckRequest, CheckReply),
+    _scheduler("inspect", InspectRequest, CheckReply),
     _scheduler("configure", ConfigureRequest, JobReply),
     _scheduler("get", JobRequest, JobReply),
     _scheduler("list", ListRequest, JobList),
     _scheduler("quota", Empty, QuotaReply),
     _scheduler("trainers", Empty, TrainerOffers),
-    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo, "gateway"),
     _scheduler("tinker-usage", TrainerUsage, TenantShares, "trainer, sampler"),
     _scheduler("weights-room", WeightsRoom, WeightsBound, "learner"),
     _scheduler("stop", StopRequest, JobReply),
@@ -265,10 +258,8 @@ TOPICS: tuple[Topic, ...] = (
     _users("rotate", RotateKey, NewKey, "admin, user"),
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
-    _users("invite", Invite, NewKey),
     _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
-    _users("register", Register, NewKey, "invited"),
     Topic(
         subjects.rpc("node", "keys", "job"),
         "request",
@@ -284,7 +275,6 @@ TOPICS: tuple[Topic, ...] = (
         subjects.node("<node>", "model"), "request", ModelQuestion, CheckReply, "scheduler → node"
     ),
     Topic(subjects.node("<node>", "look"), "request", LookQuestion, CheckReply, "scheduler → node"),
-    Topic(subjects.node("<node>", "play"), "request", PlayQuestion, CheckReply, "scheduler → node"),
     Topic(
         subjects.node("<node>", "inspect"),
         "request",
@@ -589,13 +579,6 @@ STORES: tuple[Store, ...] = (
         "bucket",
         "`user.<u>`",
         UserRecord,
-        "for good",
-    ),
-    Store(
-        subjects.BUCKET_USERS,
-        "bucket",
-        "`invitation.<id>`",
-        Invitation,
         "for good",
     ),
     Store(

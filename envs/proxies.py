@@ -35,24 +35,6 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
             await transport.aclose()
 
 
-class SyncProxiedTransport(httpx.BaseTransport):
-    """The same for one URL and a client without asyncio."""
-
-    def __init__(self, url: str, **options: Any) -> None:
-        """`options` are those of `httpx.HTTPTransport`."""
-        self._proxy = proxy_of(url)
-        self._transport = httpx.HTTPTransport(**options, proxy=_usable(self._proxy))
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request; an error of one through a proxy names the variable."""
-        with _naming(self._proxy):
-            return self._transport.handle_request(request)
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._transport.close()
-
-
 def _usable(proxy: Proxy | None) -> httpx.Proxy | None:
     """Return a proxy for httpx; ConfigError, naming the variable, for an unusable one."""
     if proxy is None:

@@ -243,8 +243,8 @@ class ModelQuestion(Message):
     """As in `LookQuestion`."""
 
 
-class GameCheckRequest(Request):
-    """Try a job on a node, on `rpc.<u>.scheduler.check_game`; repeated until done."""
+class InspectRequest(Request):
+    """Inspect a job's model on a node, on `rpc.<u>.scheduler.inspect`; repeated until done."""
 
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
@@ -252,19 +252,6 @@ class GameCheckRequest(Request):
     """Id of the request, equal in repeated ones."""
     config: dict[str, Any]
     """Configuration of the job."""
-    look: Literal["game", "model"] = "game"
-    """Play its game, or inspect its model and conversations."""
-
-
-class PlayQuestion(Message):
-    """Play a game without a model, on `node.<n>.play`."""
-
-    wanted: WantedActor
-    """The job's environment host, whose sandbox is used."""
-    env: dict[str, Any]
-    """The job's `env` section."""
-    seed: int = 0
-    """The job's seed."""
 
 
 class InspectQuestion(Message):

@@ -92,18 +92,6 @@ class UserRecord(UserInfo):
         return with_last(at, user_name(self.user))
 
 
-class Invitation(Message):
-    """A right to register, in the KV bucket of users under `invitation.<id>`."""
-
-    code_hash: str
-    """SHA-256 of the code, hexadecimal."""
-    uses_left: int = Field(ge=0)
-    expires: float
-    key_days: float
-    """Lifetime of the new users' keys in days; 0: for ever."""
-    max_slots: int | None = None
-
-
 RequestId = Annotated[str, Field(min_length=16, max_length=64)]
 
 
@@ -166,36 +154,11 @@ class SetQuota(Request):
     max_bytes_s: Wish = None
 
 
-class Invite(Request):
-    """Create an invitation: `invite`."""
-
-    request_id: RequestId = Field(default_factory=new_id)
-    """Made by the client; a repeated id returns the same invitation."""
-
-    uses: int = Field(default=1, ge=1, le=10_000)
-    """Number of users who may register."""
-    days: float = Field(default=7.0, gt=0)
-    """Lifetime of the invitation in days."""
-    key_days: float = Field(default=365.0, ge=0)
-    """Lifetime of the new users' keys in days; 0: for ever."""
-    max_slots: int | None = Field(default=None, ge=0)
-
-
-class Register(Request):
-    """Register with an invitation: `rpc.invited.users.register`."""
-
-    request_id: RequestId = Field(default_factory=new_id)
-    """Made by the client; for two minutes a repeated id returns the same key."""
-
-    code: str = Field(max_length=200)
-    user: str
-
-
 class NewKey(Message):
-    """A key or code, sent once and not stored."""
+    """A key, sent once and not stored."""
 
     secret: str
-    """The API key, or the invitation's code."""
+    """The API key."""
     user: str = ""
     expires: float | None = None
     """Expiry; null: never."""

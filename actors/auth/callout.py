@@ -18,19 +18,17 @@ from nats.aio.msg import Msg
 
 from ...broker.client import keys
 from ...broker.client.fair_queue import FairQueue, Rates
-from ...broker.client.faults import INVITED
 from ...broker.credentials import ACCOUNT
 from ...broker.jobs import JobStore, is_final
 from ...broker.permissions import (
     Permissions,
     admin_permissions,
     episode_permissions,
-    invited_permissions,
     job_permissions,
     user_permissions,
 )
 from ...broker.user_records import Audit, UserStore
-from ...schemas.user import Invitation, UserRecord
+from ...schemas.user import UserRecord
 from ...schemas.wire.codec import from_base64url, read_json, to_base64url
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError
 from .connections import JobConnection, UserConnections
@@ -46,7 +44,7 @@ class Admission(NamedTuple):
 
 
 class Authenticator:
-    """Checks API keys, job keys and invitations."""
+    """Checks API keys and job keys."""
 
     def __init__(self, users: UserStore, jobs: JobStore, job_secret: bytes) -> None:
         """Read users and jobs from their stores at each log-in."""
@@ -59,8 +57,6 @@ class Authenticator:
         if user == "job":
             of_program = secret.startswith(keys.EPISODE_KEY)
             return await (self._program(secret) if of_program else self._process(secret))
-        if user == "invited":
-            return await self._invited(secret)
         return await self._user(user, secret)
 
     async def _user(self, user: str, key: str) -> Admission:
@@ -105,16 +101,6 @@ class Authenticator:
         name = JobConnection(identity.user, identity.job, record.attempt, identity.episode).name
         return Admission(name, episode_permissions(identity))
 
-    async def _invited(self, secret: str) -> Admission:
-        code, own_inbox = secret.partition(".")[0], keys.inbox_of_invited(secret)
-        number = keys.id_of_invitation(code) if own_inbox else None
-        invitation = await self._users.invitation(number) if number else None
-        if invitation is None:
-            raise AuthError("no invitation")
-        check_invitation(invitation, code)
-        name = f"{INVITED}.{number}"
-        return Admission(name, invited_permissions(own_inbox), invitation.expires)
-
 
 def check_record(record: UserRecord | None, key: str) -> None:
     """Raise AuthError unless `key` is the valid key of the user."""
@@ -124,14 +110,6 @@ def check_record(record: UserRecord | None, key: str) -> None:
         raise AuthError("a revoked user")
     if record.expires is not None and record.expires < time.time():
         raise AuthError("a key that has expired")
-
-
-def check_invitation(invitation: Invitation, code: str) -> None:
-    """Raise AuthError unless `code` belongs to the invitation and uses are left."""
-    if not keys.is_same(invitation.code_hash, keys.key_hash(code)):
-        raise AuthError("no invitation", hint="ask an admin for one")
-    if invitation.uses_left < 1 or invitation.expires < time.time():
-        raise AuthError("an invitation that is used up", hint="ask an admin for another")
 
 
 # Signed answers in nats-server's own form of JWT: header, claims and an ed25519 signature by an
@@ -339,7 +317,7 @@ class Logins:
         """Return the reason to refuse a user or program a further connection; empty if it is
         allowed.
         """
-        quota, has = self._connections.quota_of(name), self._connections.num_of(name)
+        quota, has = self._user(name), self._connections.num_of(name)
         process = JobConnection.read(name)
         if process is not None and process.episode and has >= PROGRAM_CONNECTIONS:
             return f"{has} connections with the key of one episode"

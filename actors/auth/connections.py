@@ -18,7 +18,6 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from ...broker.client.faults import INVITED
 from ...broker.client.keys import JobIdentity
 from ...broker.credentials import ACCOUNT
 from ...broker.jobs import JobStore, is_final
@@ -227,10 +226,6 @@ PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
 """Messages and bytes per second of a connection with the key of an episode."""
 PROGRAM_SUBSCRIPTIONS = 512
 """Subscriptions of such a connection: one for each call that waits."""
-OF_INVITATION = Quota(
-    max_connections=32, max_subscriptions=256, max_messages_s=200, max_bytes_s=1 << 20
-)
-"""Name of all connections with the same invitation."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
 
@@ -263,10 +258,6 @@ class UserConnections:
         await subscribe(f"{subject}CONNECT", cb=self._opened)
         await subscribe(f"{subject}DISCONNECT", cb=self._closed)
         await self._try_to_inspect()
-
-    def quota_of(self, name: str) -> Quota | None:
-        """Return the quota of the connections under a name; None if it has none."""
-        return OF_INVITATION if name.startswith(f"{INVITED}.") else self._quota(name)
 
     def num_of(self, name: str) -> int:
         """Return the number of connections under a name, including those just admitted."""
@@ -344,7 +335,7 @@ class UserConnections:
             by_user[entry.user].append(entry)
         over: set[str] = set()
         for name, mine in by_user.items():
-            quota = self.quota_of(name)
+            quota = self._quota(name)
             if quota is not None:
                 why = _excess(quota, mine, [rates[element.key] for element in mine])
                 if why:

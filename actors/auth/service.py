@@ -21,8 +21,6 @@ from ...broker.client.keys import (
     JobIdentity,
     api_key,
     episode_secret,
-    id_of_invitation,
-    invitation_code,
     is_same,
     job_key,
     key_hash,
@@ -40,13 +38,10 @@ from ...schemas.user import (
     AddUser,
     AuditList,
     AuditRequest,
-    Invitation,
-    Invite,
     JobKeyRequest,
     ListUsers,
     NameUser,
     NewKey,
-    Register,
     RotateKey,
     SetQuota,
     UserInfo,
@@ -59,7 +54,7 @@ from ...schemas.wire.errors import AuthError, ConfigError, ConflictError
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import JobScope, rpc, user_name
 from ..runtime import ActorContext
-from .callout import Authenticator, ClaimIssuer, Logins, check_invitation
+from .callout import Authenticator, ClaimIssuer, Logins
 from .connections import EVERY_S, GRACE_S, JobEnds, UserConnections, disconnect_user
 from .store_proxy import StorageBounds, StoreProxy, UserCache
 
@@ -243,15 +238,12 @@ class _UserRequests:
             ("rotate", RotateKey, self._rotate),
             ("revoke", NameUser, self._revoke),
             ("quota", SetQuota, self._quota),
-            ("invite", Invite, self._invite),
             ("audit", AuditRequest, self._read_audit),
         ]
         for method, model, handler in endpoints:
             audited = self._as_admin(f"users.{method}", handler)
             await service.endpoint(method, rpc("*", "users", method), model, audited, fair=True)
         await service.endpoint("me", rpc("*", "users", "me"), Empty, self._me, fair=True)
-        subject = rpc("invited", "users", "register")
-        await service.endpoint("register", subject, Register, self._register, fair=True)
 
     async def _add(self, request: AddUser, context: RequestContext) -> NewKey:
         user = user_name(request.user)
@@ -311,45 +303,6 @@ class _UserRequests:
             update["max_priority"] = request.max_priority
         record = await self._users.change(request.user, lambda user: user.model_copy(update=update))
         return UserReply(user=_info(record))
-
-    async def _invite(self, request: Invite, context: RequestContext) -> NewKey:
-        number, code = invitation_code(self._secret, context.user, request.request_id)
-        invitation = Invitation(
-            code_hash=key_hash(code),
-            uses_left=request.uses,
-            expires=time.time() + request.days * _DAY_S,
-            key_days=request.key_days,
-            max_slots=request.max_slots,
-        )
-        try:
-            await self._users.invite(number, invitation)
-        except errors.ConflictError:
-            known = await self._users.invitation(number)
-            if known is None or not is_same(known.code_hash, invitation.code_hash):
-                raise
-            invitation = known
-        return NewKey(secret=code, expires=invitation.expires)
-
-    async def _register(self, request: Register) -> NewKey:
-        """Make a user for one use of an invitation."""
-        name = user_name(request.user)
-        number = id_of_invitation(request.code)
-        if number is None:
-            raise errors.AuthError("this is not an invitation", hint="ask an admin for one")
-        key = api_key(name, self._secret, "register", request.code, request.request_id)
-        if (known := await self._users.get(name)) is not None:
-            if not _is_again(known, key_hash(key)):
-                raise _taken(name)
-            return NewKey(secret=key, user=name, expires=known.expires)
-
-        def use(invitation: Invitation) -> Invitation:
-            check_invitation(invitation, request.code)
-            return invitation.model_copy(update={"uses_left": invitation.uses_left - 1})
-
-        invitation = await self._users.change_invitation(number, use)
-        record = await self._create(_record(name, key, invitation.key_days, invitation.max_slots))
-        await self._audit.write(f"invitation {number}", "users.register", target=name)
-        return NewKey(secret=key, user=name, expires=record.expires)
 
     async def _read_audit(self, request: AuditRequest, _: RequestContext) -> AuditList:
         return AuditList(records=await self._audit.last(request.limit))

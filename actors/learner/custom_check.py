@@ -10,6 +10,7 @@ The command starts `python -m tinkermq.actors.learner.custom_check KIND MODULE:F
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,10 @@ _FIRST = 3
 """Number of sequences in the first group."""
 
 
+def _range(values_N: Tensor) -> str:
+    return f"{float(values_N.min()):.3g} to {float(values_N.max()):.3g}"
+
+
 def check_function(kind: Kind, target: str) -> Iterator[Check]:
     """Yield the checks of a function."""
     functions: list[OwnFunctions] = []
@@ -44,163 +49,138 @@ def check_function(kind: Kind, target: str) -> Iterator[Check]:
         return own.key
 
     yield Check("it can be imported", load, is_required=True)
-    questions = {
-        "advantage": _of_advantage,
-        "loss": _of_loss,
-        "correction": _of_correction,
-        "mask": _of_mask,
-        "filter": _of_filter,
-        "curriculum": _of_curriculum,
-    }
-    for name, question in questions[kind](loaded[0]).items():
-        yield Check(name, question)
+    (own,), compute = loaded, _VALUES[kind]
+    what, describe = _DESCRIBED.get(kind, ("one finite value for each token", _range))
+    yield Check(what, lambda: describe(compute(own)))
+    yield Check("the same twice", lambda: _same(compute(own), compute(own)))
+    for name, question in _FURTHER.get(kind, {}).items():
+        yield Check(name, partial(question, own))
     functions[0].close()
 
 
-Questions = dict[str, Callable[[], str]]
+def _loss(own: CustomFunction) -> Tensor:
+    return own.loss(_loss_inputs())[0].detach()
 
 
-def _of_advantage(own: CustomFunction) -> Questions:
-    def equal() -> str:
-        inputs = _advantage_inputs()
-        same = replace(inputs, rewards_S=torch.ones(len(_LENGTHS)))
-        values = own.advantage(replace(same, token_rewards_N=_on_last(same.rewards_S)))
-        if float(values.abs().max()) < 1e-4:
-            return "equal rewards teach nothing"
-        return f"groups of equal rewards are trained as well: up to {float(values.abs().max()):.3g}"
+def _decisions(own: CustomFunction) -> Tensor:
+    return torch.tensor([own.decision(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS])
 
-    return {
-        "one finite value for each token": lambda: _range(own.advantage(_advantage_inputs())),
-        "the same twice": lambda: _same(
-            own.advantage(_advantage_inputs()), own.advantage(_advantage_inputs())
-        ),
-        "equal rewards": equal,
+
+def _curriculum_weights(own: CustomFunction) -> Tensor:
+    tries, solved = np.array([0.0, 8.0, 8.0, 8.0]), np.array([0.0, 0.0, 4.0, 8.0])
+    return torch.from_numpy(own.weights(CurriculumInputs(tries, solved)))
+
+
+_VALUES: dict[Kind, Callable[[CustomFunction], Tensor]] = {
+    "advantage": lambda own: own.advantage(_advantage_inputs()),
+    "loss": _loss,
+    "correction": lambda own: own.correction(_correction_inputs()).weight_N,
+    "mask": lambda own: own.mask(_correction_inputs()),
+    "filter": _decisions,
+    "curriculum": _curriculum_weights,
+}
+
+
+def _trained_groups(decisions: Tensor) -> str:
+    pairs = zip(_GROUPS_OF_REWARDS, decisions, strict=True)
+    trained = [str(list(rewards)) for rewards, keep in pairs if keep]
+    if not trained:
+        raise ConfigError(
+            f"no group is trained, of rewards {', '.join(map(str, _GROUPS_OF_REWARDS))}",
+            hint="return True for groups that are to be trained",
+        )
+    return f"trained are groups of rewards {', '.join(trained)}"
+
+
+def _task_weights(weights: Tensor) -> str:
+    names = ("unseen", "never solved", "solved half of the time", "always solved")
+    pairs = zip(names, cast("list[float]", weights.tolist()), strict=True)
+    return ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
+
+
+def _share(kept_N: Tensor) -> str:
+    return f"{float(kept_N.mean()):.0%} of the tokens are kept"
+
+
+_DESCRIBED: dict[Kind, tuple[str, Callable[[Tensor], str]]] = {
+    "correction": ("one finite weight for each token", _range),
+    "mask": ("0 or 1 for each token", _share),
+    "filter": ("True or False for each group", _trained_groups),
+    "curriculum": ("one weight of 0 or more for each task", _task_weights),
+}
+
+
+def _equal_rewards(own: CustomFunction) -> str:
+    same = replace(_advantage_inputs(), rewards_S=torch.ones(len(_LENGTHS)))
+    values = own.advantage(replace(same, token_rewards_N=_on_last(same.rewards_S)))
+    if float(values.abs().max()) < 1e-4:
+        return "equal rewards teach nothing"
+    return f"groups of equal rewards are trained as well: up to {float(values.abs().max()):.3g}"
+
+
+def _gradient(own: CustomFunction) -> str:
+    inputs = _loss_inputs()
+    own.loss(inputs)[0].sum().backward()
+    gradient = inputs.logprobs_N.grad
+    if gradient is None or not float(gradient.abs().max()):
+        raise ConfigError("its gradient is zero", hint="compute it from inputs.logprobs_N")
+    if not bool(torch.isfinite(gradient).all()):
+        raise ConfigError(
+            "its gradient is NaN or infinite", hint="mind sqrt, log and divisions at 0"
+        )
+    return f"{float((gradient != 0).float().mean()):.0%} of the tokens have one"
+
+
+def _rewards_tokens(own: CustomFunction) -> str:
+    """Check that descending the loss makes tokens with positive advantage likelier overall."""
+    inputs = _loss_inputs()
+    own.loss(inputs)[0].sum().backward()
+    slope = float((cast("Tensor", inputs.logprobs_N.grad) * inputs.advantages_N).sum())
+    if slope >= 0:
+        raise ConfigError(
+            "descending it makes tokens with positive advantages less likely",
+            hint="the loss is minimised: it is −advantage × …",
+        )
+    return "descending it makes tokens with positive advantages likelier"
+
+
+def _alone(own: CustomFunction) -> str:
+    inputs, part = _loss_inputs(), sum(_LENGTHS[:_FIRST])
+    cut: dict[str, Any] = {
+        name: value[:part] if isinstance(value, Tensor) else _FIRST
+        for name, value in vars(inputs).items()
     }
+    if not torch.allclose(own.loss(LossInputs(**cut))[0].detach(), _loss(own)[:part], atol=1e-5):
+        raise ConfigError(
+            "a token's loss depends on other sequences, and micro-batches are cut between them",
+            hint="compute it from the token and its sequence (inputs.seq_N) alone; what needs "
+            "the batch is an advantage",
+        )
+    return "a token's loss depends on its own sequence alone"
 
 
-def _of_loss(own: CustomFunction) -> Questions:
-    def gradient() -> str:
-        inputs = _loss_inputs()
-        own.loss(inputs)[0].sum().backward()
-        return _gradient(inputs.logprobs_N)
-
-    def follows() -> str:
-        """Check that descending the loss makes tokens with positive advantage likelier overall."""
-        inputs = _loss_inputs()
-        own.loss(inputs)[0].sum().backward()
-        slope = float((cast("Tensor", inputs.logprobs_N.grad) * inputs.advantages_N).sum())
-        if slope >= 0:
-            raise ConfigError(
-                "descending it makes tokens with positive advantages less likely",
-                hint="the loss is minimised: it is −advantage × …",
-            )
-        return "descending it makes tokens with positive advantages likelier"
-
-    def alone() -> str:
-        inputs = _loss_inputs()
-        whole = own.loss(inputs)[0].detach()
-        part = sum(_LENGTHS[:_FIRST])
-        cut: dict[str, Any] = {
-            name: value[:part] if isinstance(value, Tensor) else _FIRST
-            for name, value in vars(inputs).items()
-        }
-        first = LossInputs(**cut)
-        if not torch.allclose(own.loss(first)[0].detach(), whole[:part], atol=1e-5):
-            raise ConfigError(
-                "a token's loss depends on other sequences, and micro-batches are cut between them",
-                hint="compute it from the token and its sequence (inputs.seq_N) alone; what needs "
-                "the batch is an advantage",
-            )
-        return "a token's loss depends on its own sequence alone"
-
-    return {
-        "one finite value for each token": lambda: _range(own.loss(_loss_inputs())[0].detach()),
-        "it keeps a finite gradient": gradient,
-        "the same twice": lambda: _same(
-            own.loss(_loss_inputs())[0].detach(), own.loss(_loss_inputs())[0].detach()
-        ),
-        "it rewards": follows,
-        "micro-batches": alone,
-    }
+def _on_policy_inputs() -> CorrectionInputs:
+    inputs = _correction_inputs()
+    return replace(inputs, behaviour_logprobs_N=inputs.old_logprobs_N)
 
 
-def _of_correction(own: CustomFunction) -> Questions:
-    def on_policy() -> str:
-        inputs = _correction_inputs()
-        same = replace(inputs, behaviour_logprobs_N=inputs.old_logprobs_N)
-        values = own.correction(same).weight_N
-        if not torch.allclose(values, torch.ones_like(values), atol=1e-4):
-            return f"on policy the weights are not 1: {_range(values)}"
-        return "on policy all weights are 1"
-
-    return {
-        "one finite weight for each token": lambda: _range(
-            own.correction(_correction_inputs()).weight_N
-        ),
-        "the same twice": lambda: _same(
-            own.correction(_correction_inputs()).weight_N,
-            own.correction(_correction_inputs()).weight_N,
-        ),
-        "on policy": on_policy,
-    }
+def _on_policy_weights(own: CustomFunction) -> str:
+    values = own.correction(_on_policy_inputs()).weight_N
+    if not torch.allclose(values, torch.ones_like(values), atol=1e-4):
+        return f"on policy the weights are not 1: {_range(values)}"
+    return "on policy all weights are 1"
 
 
-def _of_mask(own: CustomFunction) -> Questions:
-    def share() -> str:
-        kept_N = own.mask(_correction_inputs())
-        return f"{float(kept_N.mean()):.0%} of the tokens are kept"
-
-    def on_policy() -> str:
-        inputs = _correction_inputs()
-        same = replace(inputs, behaviour_logprobs_N=inputs.old_logprobs_N)
-        return f"on policy {float(own.mask(same).mean()):.0%} of the tokens are kept"
-
-    return {
-        "0 or 1 for each token": share,
-        "the same twice": lambda: _same(
-            own.mask(_correction_inputs()), own.mask(_correction_inputs())
-        ),
-        "on policy": on_policy,
-    }
-
-
-def _of_filter(own: CustomFunction) -> Questions:
-    def answers() -> list[bool]:
-        return [own.decision(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
-
-    def kept() -> str:
-        decisions = answers()
-        trained = [
-            str(list(r)) for r, keep in zip(_GROUPS_OF_REWARDS, decisions, strict=True) if keep
-        ]
-        if not trained:
-            raise ConfigError(
-                f"no group is trained, of rewards {', '.join(map(str, _GROUPS_OF_REWARDS))}",
-                hint="return True for groups that are to be trained",
-            )
-        return f"trained are groups of rewards {', '.join(trained)}"
-
-    return {
-        "True or False for each group": kept,
-        "the same twice": lambda: _same(torch.tensor(answers()), torch.tensor(answers())),
-    }
-
-
-def _of_curriculum(own: CustomFunction) -> Questions:
-    def weights() -> Tensor:
-        tries = np.array([0.0, 8.0, 8.0, 8.0])
-        inputs = CurriculumInputs(tries, np.array([0.0, 0.0, 4.0, 8.0]))
-        return torch.from_numpy(own.weights(inputs))
-
-    def describe() -> str:
-        names = ("unseen", "never solved", "solved half of the time", "always solved")
-        pairs = zip(names, cast("list[float]", weights().tolist()), strict=True)
-        return ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
-
-    return {
-        "one weight of 0 or more for each task": describe,
-        "the same twice": lambda: _same(weights(), weights()),
-    }
+_FURTHER: dict[Kind, dict[str, Callable[[CustomFunction], str]]] = {
+    "advantage": {"equal rewards": _equal_rewards},
+    "loss": {
+        "it keeps a finite gradient": _gradient,
+        "it rewards": _rewards_tokens,
+        "micro-batches": _alone,
+    },
+    "correction": {"on policy": _on_policy_weights},
+    "mask": {"on policy": lambda own: f"on policy {_share(own.mask(_on_policy_inputs()))}"},
+}
 
 
 def _filter_inputs(rewards: tuple[float, ...]) -> FilterInputs:
@@ -213,22 +193,6 @@ def _filter_inputs(rewards: tuple[float, ...]) -> FilterInputs:
         data_source="",
         sample=0,
     )
-
-
-def _gradient(logprobs_N: Tensor) -> str:
-    gradient = logprobs_N.grad
-    if gradient is None or not float(gradient.abs().max()):
-        raise ConfigError("its gradient is zero", hint="compute it from inputs.logprobs_N")
-    if not bool(torch.isfinite(gradient).all()):
-        raise ConfigError(
-            "its gradient is NaN or infinite", hint="mind sqrt, log and divisions at 0"
-        )
-    silent = float((gradient == 0).float().mean())
-    return f"{1 - silent:.0%} of the tokens have one"
-
-
-def _range(values_N: Tensor) -> str:
-    return f"{float(values_N.min()):.3g} to {float(values_N.max()):.3g}"
 
 
 def _same(first: Tensor, second: Tensor) -> str:

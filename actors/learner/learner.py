@@ -135,7 +135,7 @@ class Learner:
         )
         checkpoints.judged = self._evaluations
         parts = (self._intake, self._ledger, self._issuer, self._drops, order)
-        self._saver = Saver(context, checkpoints, state, self._intake, compute, reporter, parts)
+        self._saver = Saver(context, checkpoints, state, self._intake, compute, parts)
 
         self._time_use = learner_time_use()
         self._left_alone: float | None = None

@@ -331,12 +331,6 @@ class Reporter:
             for tracker in self.trackers:
                 tracker.log_episodes(rows, step)
 
-    async def log_checkpoint(self, step: int, folder: Path) -> None:
-        """Pass a checkpoint to the trackers, if configured."""
-        if self.context.config.tracking.checkpoints:
-            for tracker in self.trackers:
-                await asyncio.to_thread(tracker.log_checkpoint, folder, step)
-
     async def watch_actors(self) -> None:
         """Read the heartbeats of generators and environment hosts, forever."""
         while True:

@@ -29,7 +29,6 @@ from ..training.checkpoint_copy import CheckpointCopy
 from ..training.state import LearnerState
 from .compute import Compute
 from .intake import Intake
-from .reporter import Reporter
 
 _FINAL_TRIES = 12
 _LAST_ROLLOUTS_BYTES = 16 << 20
@@ -82,19 +81,14 @@ class Saver:
         state: LearnerState,
         intake: Intake,
         compute: Compute,
-        reporter: Reporter,
         parts: Sequence[StatePart],
     ) -> None:
-        """`compute` copies the models; `parts` update `state` before it is copied.
-
-        `reporter` passes each checkpoint to the trackers.
-        """
+        """`compute` copies the models; `parts` update `state` before it is copied."""
         self._context = context
         self._checkpoints = checkpoints
         self._state = state
         self._intake = intake
         self._compute = compute
-        self._reporter = reporter
         self._parts = parts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: asyncio.Task[str | None] | None = None
@@ -230,7 +224,6 @@ class Saver:
         copied.release()
         self._failed, self._saved_seq = None, state.log_seq
         self._age.saved(began, time.monotonic())
-        await self._reporter.log_checkpoint(state.step, folder)
         await context.event("checkpoint_saved", str(folder), step=state.step)
         self._intake.bytes_held -= held_bytes
         await self._keeper.sample(state.batch_seq)

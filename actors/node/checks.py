@@ -1,13 +1,10 @@
 """The checks that a node runs before a job is queued: of its files, its game and its model.
 
-Looking for files and packages runs no code of the game. A game is played by a process like an
-environment host's, in the same sandbox; a model is inspected by a process with the code of the run
-(see `schemas/checks.py`).
+Looking for files and packages runs no code of the game. A model is inspected by a process with the
+code of the run (see `schemas/checks.py`).
 """
 
 import asyncio
-import contextlib
-import json
 import os
 import sys
 from collections import Counter
@@ -30,43 +27,36 @@ from ...schemas.checks import (
 )
 from ...schemas.config.agent import TaskSource
 from ...schemas.local.disk import DiskThreads
-from ...schemas.local.process import die_with, is_killed_from_outside, num_oom_kills
-from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion, PlayQuestion
+from ...schemas.local.process import die_with
+from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion
 from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import ConfigError, DataError, GameError, ModelError, TinkermqError
+from ...schemas.wire.errors import DataError, ModelError, TinkermqError
 from ...schemas.wire.subjects import node as node_subject
-from ..check_game import VARIABLE
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from ..storage.access import without_tilde
-from .children import ActorStarter
-from .process import PIPE_DEADLINE_S, ErrorMemory, kill_group, read_lines
+from .process import ErrorMemory, kill_group
 from .sandbox import ENVIRONMENT
 
 ANSWER_S = 10.0
 """If a file system or the hub takes longer, the reply is `done: false`: the job itself finds out.
 """
-_PLAY_S = 60.0
-"""A game that takes longer for its few episodes is ended."""
 _INSPECT_S = 120.0
 """An inspection of a model that takes longer is ended."""
 _MAX_RESULTS = 32
 _MAX_LOOKS = 8
 """Concurrent lookups of one user of files, or of models, including those on hanging disks."""
-MAX_CONFIG_BYTES = 96 * 1024
-"""Largest request in an environment variable, whose size the kernel bounds."""
 _UNKNOWN = CheckReply(done=False)
 
 
-async def serve_checks(service: Service, node: str, starter: ActorStarter) -> None:
-    """Answer the scheduler's checks; `starter` starts processes in the sandbox of hosts."""
+async def serve_checks(service: Service, node: str) -> None:
+    """Answer the scheduler's checks."""
     model, inspection = ModelChecks(), _ModelInspection()
-    look, play = FileChecks(), EnvCheckRunner(starter)
+    look = FileChecks()
     await service.endpoint("model", node_subject(node, "model"), ModelQuestion, model.answer)
     await service.endpoint("look", node_subject(node, "look"), LookQuestion, look.answer)
     await service.endpoint(
         "inspect", node_subject(node, "inspect"), InspectQuestion, inspection.answer
     )
-    await service.endpoint("play", node_subject(node, "play"), PlayQuestion, play.answer)
 
 
 # -- checks of files and models --------------------------------------------------------------------
@@ -155,7 +145,7 @@ class ModelChecks:
         return CheckReply(results=[CheckResult(name="model", outcome="ok", detail=detail)])
 
 
-# -- processes that play a game or inspect a model -------------------------------------------------
+# -- processes that inspect a model ----------------------------------------------------------------
 
 
 class _Output:
@@ -186,77 +176,6 @@ class _Output:
     def reason(self, exit_code: int) -> str:
         """Describe how the process ended."""
         return self._memory.reason(exit_code)
-
-
-class EnvCheckRunner:
-    """Plays games of jobs before submission, one at a time."""
-
-    def __init__(self, starter: ActorStarter, play_s: float = _PLAY_S) -> None:
-        """Start idle; `starter` starts the processes, in the sandbox of hosts."""
-        self._starter = starter
-        self._play_s = play_s
-        self._turn = asyncio.Lock()
-
-    async def answer(self, question: PlayQuestion) -> CheckReply:
-        """Play a game; a node that already plays one replies at once that it is not done."""
-        if self._turn.locked():
-            return _UNKNOWN
-        async with self._turn:
-            try:
-                return await self._play(question)
-            except TinkermqError as error:
-                return CheckReply(results=[failed_check("game", error).bounded()])
-
-    async def _play(self, question: PlayQuestion) -> CheckReply:
-        if question.wanted.role != "environment":
-            raise ConfigError("only environment hosts play games", hint="name such an actor")
-        request = json.dumps({"env": question.env, "seed": question.seed})
-        if len(request) > MAX_CONFIG_BYTES:
-            raise ConfigError(
-                f"its configuration has {len(request):,} bytes, and nodes check games of "
-                f"{MAX_CONFIG_BYTES:,} at most",
-                hint="let env.kwargs name a file in place of what it holds",
-            )
-        reading, writing = os.pipe()
-        try:
-            command = [sys.executable, "-P", "-m", "tinkermq.actors.check_game"]
-            environment = {VARIABLE: request, **ENVIRONMENT}
-            oom_kills = num_oom_kills()
-            child = await self._starter.start(question.wanted, environment, writing, command)
-        except BaseException as error:
-            os.close(reading)
-            if isinstance(error, OSError | ValueError):  # a folder's name may contain a null byte
-                raise GameError(str(error), hint="see the node's log") from error
-            raise
-        finally:
-            os.close(writing)
-        output = _Output()
-        reader = asyncio.create_task(read_lines(reading, output.add_lines))
-        exit_code: int | None = None
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._play_s):
-                    exit_code = await child.wait()
-        finally:
-            kill_group(child.pid)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PIPE_DEADLINE_S):
-                    await reader
-        if exit_code is None:
-            await child.wait()
-            late = GameError(
-                f"it was not played within {self._play_s:.0f} s",
-                hint="`tinkermq env check` without --on-node has no time limit and shows the time "
-                "used",
-            )
-            return output.reply("game", late)
-        if is_killed_from_outside(exit_code, oom_kills):
-            return _UNKNOWN
-        ended = GameError(
-            f"the process that played it ended: {output.reason(exit_code)}",
-            hint="a game must not end its process",
-        )
-        return output.reply("game", ended)
 
 
 class _ModelInspection:

@@ -14,7 +14,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -119,9 +119,8 @@ class ActorStarter:
         spec: WantedActor,
         environment: Mapping[str, str],
         output: int,
-        program: Sequence[str] | None = None,
     ) -> Child:
-        """Start an actor, or another `program` in the same way.
+        """Start an actor.
 
         Its run folder may have become a link since the job was accepted. Raises OSError, and
         StartRefused if a second attempt would not help.
@@ -139,13 +138,10 @@ class ActorStarter:
         if sys.platform == "linux" and spec.role in _FORKED_ROLES:
             with contextlib.suppress(CannotFork):
                 return await self._server.fork(spec, environment, output)
-        command = list(
-            program
-            or [
-                *(sys.executable, "-P", "-m", sandbox.actor_module(spec)),
-                *sandbox.actor_argv(spec),
-            ]
-        )
+        command = [
+            *(sys.executable, "-P", "-m", sandbox.actor_module(spec)),
+            *sandbox.actor_argv(spec),
+        ]
         if spec.role == "environment" and self._sandboxes is not None:
             if spec.programs is None:
                 return await self._sandboxes.start(command, spec, environment, output)

@@ -305,7 +305,7 @@ class Node:
             await service.endpoint(
                 "remove", node_subject(self.name, "remove"), RemoveRun, self._remove_run
             )
-            await serve_checks(service, self.name, self._starter)
+            await serve_checks(service, self.name)
             await stopping.wait()
             await self._drain()
             await self._starter.close()

@@ -646,7 +646,7 @@ class CallAnswers:
             generation = await choice.generate(draw, cancel, answer.changed)
             if generation.finish_reason == "cancelled" and not choice.stopped:
                 raise errors.EngineError(f"the engine ended request {name} without an answer")
-        choice.end(generation.finish_reason, lambda: prompt.prompt_ids.tolist())
+        choice.end(generation.finish_reason)
         answer.generated[number] = _recorded(choice, generation)
         answer.changed()
 

@@ -382,11 +382,6 @@ def rows_of(
     )
 
 
-def trained_calls(tree: CallTree, which: str = "all") -> set[ModelCall]:
-    """Return the calls that are trained; by default all whose answer arrived."""
-    return {call for call, why in why_untrained(tree.calls, which).items() if not why}
-
-
 def _leaves(trained: Collection[ModelCall], main: ModelCall | None) -> list[ModelCall]:
     """Return the trained calls without a trained continuation: main ones first, then by length."""
     inner = {call.parent for leaf in trained for call in leaf.path}

@@ -12,7 +12,7 @@ from ..engine.engine import Drawn, Generation, OnToken, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
 from ..policy.token_text import TextStream
 from .agent_loop import EpisodeSampling
-from .template_facts import Tools, converter, is_parsed_whole, read_text
+from .template_facts import Tools, converter
 
 GATHER_S = 0.02
 """Seconds whose tokens are sent together: fewer messages, still faster than people read."""
@@ -101,10 +101,9 @@ class GrowingChoice:
         self._tells_policy = tells_policy
         self._num_top = num_top
         self._chat = chat
-        self._whole_tools = tools if is_parsed_whole(chat, tools) else ()
         is_chat = thinking is not None
         self._converter = converter(chat, tools, thinking=bool(thinking)) if is_chat else None
-        self._plain = self._held = ""
+        self._plain = ""
         self._by_token = by_token or bool(stops)
         self._unsaid = frozenset(unsaid)
         self._decode = decode or chat.decode
@@ -146,24 +145,19 @@ class GrowingChoice:
         if self._by_token:
             self._add_text(self._stream.push(drawn.token_id))
 
-    def end(self, reason: str, prompt_ids: Callable[[], Sequence[int]]) -> None:
-        """End it for the engine's `reason`; `prompt_ids` returns the tokens of its prompt."""
+    def end(self, reason: str) -> None:
+        """End it for the engine's `reason`."""
         ids = [drawn.token_id for drawn in self.drawn]
         self._add_text(self._stream.finish() if self._by_token else self._said(ids), last=True)
-        if self._whole_tools and not self.stopped:
-            self.text = read_text(self._chat, prompt_ids(), ids, self._whole_tools)
-        is_own = self.stopped or self._whole_tools or self._converter is not None
+        is_own = self.stopped or self._converter is not None
         self.own_text = self.text if is_own else None
         self.finish = "stop" if self.stopped else reason
 
     def _add_text(self, text: str, *, last: bool = False) -> None:
-        """Add text of the model; an answer that is parsed as a whole has none before its end."""
         self._plain += text
         if self._converter is not None:
             text = self._converter.push(text, last=last)
-        self._held += text
-        if last or not self._whole_tools:
-            self.text, self._held = self.text + self._held, ""
+        self.text += text
 
     def restore(self, generation: Generation, text: str | None) -> None:
         """Restore an earlier answer; `text` if it differs from that of its tokens."""

@@ -250,7 +250,7 @@ class Answers:
                     for choice in choices:
                         of = choice.number // copies
                         if not draws:
-                            choice.end("length", lambda: ())
+                            choice.end("length")
                             continue
                         work = self._generate(
                             request, choice, prompts[of], samplings[of], copies, changed
@@ -371,7 +371,7 @@ class Answers:
             self._engine.generate, prompt.ids, sampling, request_id=name, images=prompt.images
         )
         generation = await choice.generate(draw, partial(self._engine.cancel, name), changed.set)
-        choice.end(generation.finish_reason, lambda: prompt.ids)
+        choice.end(generation.finish_reason)
         changed.set()
 
     def _sampling(

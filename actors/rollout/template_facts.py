@@ -11,21 +11,18 @@ the same. Limitations of a template are logged. They cause more rows or unavaila
 inexact tokens: if a turn cannot be continued exactly, the whole history is rendered as a new root.
 """
 
-import json
-import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ...envs.reasoning import behind_reasoning
 from ...envs.tools import calls_in
 from ...schemas.call_formats import FORMATS, AnswerConverter, in_hermes_form
-from ...schemas.chat_messages import read_object
 from ...schemas.model_apis.canonical import CanonicalCall, ModelMessage, parse_reply
-from ...schemas.tool_calls import HERMES, THINK, THOUGHT, CallFormat
+from ...schemas.tool_calls import HERMES, THINK, CallFormat
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ...schemas.wire.images import images_of
@@ -166,9 +163,6 @@ _TOOLS: Tools = (
         },
     },
 )
-_NAME = re.compile(r"[\w.\-/:]+")
-_WORD = re.compile(r"[^\W_]+")
-_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,88 +373,10 @@ def converter(chat: ChatTokenizer, tools: Tools, *, thinking: bool) -> AnswerCon
     return AnswerConverter(form, tools, mark, thinking=thinking)
 
 
-def is_parsed_whole(chat: ChatTokenizer, tools: Tools) -> bool:
-    """Whether only the tokenizer's `response_template` can read calls, in a complete answer."""
-    answers = getattr(chat.tokenizer, "response_template", None)
-    return bool(tools) and answers is not None and call_format(chat) is None
-
-
 def read_text(
     chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
 ) -> str:
-    """Return a whole answer in the form that replies are read in (`ReplyReader`).
-
-    Calls in a format that is not known are read by the tokenizer's `response_template`, if it has
-    one.
-    """
-    text, thinking = chat.decode(generated_ids), chat.opens_thinking(prompt_ids)
-    if is_parsed_whole(chat, tools):
-        parsed = _parsed(chat, prompt_ids, generated_ids, tools)
-        if parsed and _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
-            return as_read(parsed, thinking=thinking) or text
-    convert = converter(chat, tools, thinking=thinking)
+    """Return a whole answer in the form that replies are read in (`ReplyReader`)."""
+    text = chat.decode(generated_ids)
+    convert = converter(chat, tools, thinking=chat.opens_thinking(prompt_ids))
     return text if convert is None else convert.push(text, last=True)
-
-
-def _parsed(
-    chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
-) -> dict[str, Any] | None:
-    """Return an answer as a chat message; None if it does not follow the `response_template`."""
-    parse = cast("Callable[..., Any]", chat.tokenizer.parse_response)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-    prompt, ids = [int(i) for i in prompt_ids], [int(i) for i in generated_ids]
-    try:
-        return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
-    except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
-        return None  # a model may write malformed answers, which are text
-
-
-def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
-    """Return a parsed answer in the format that replies are read in (`ReplyReader`).
-
-    `parsed` is the result of transformers' `parse_response`; with `thinking`, the prompt has opened
-    the reasoning.
-    """
-    reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or ""
-    text = f"{reasoning}{THOUGHT}" if thinking else ""
-    if reasoning and not thinking:
-        text = f"{THINK}{reasoning}{THOUGHT}"
-    text += str(parsed.get("content") or "")
-    for name, arguments in _parsed_calls(parsed):
-        call = {"name": name, "arguments": arguments}
-        text += f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
-    return text
-
-
-def _parsed_calls(parsed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for call in parsed.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments: Any = function.get("arguments")
-        yield (
-            function.get("name"),
-            read_object(arguments) if isinstance(arguments, str) else arguments,
-        )
-
-
-def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
-    """Return whether a parsed answer has all words of the model, except the template's own.
-
-    A `response_template` finds arguments by patterns and skips text that does not match. A call
-    could then lack arguments that the model wrote.
-    """
-    calls = list(_parsed_calls(parsed))
-    if not all(
-        isinstance(name, str) and _NAME.fullmatch(name) and isinstance(arguments, dict)
-        for name, arguments in calls
-    ):
-        return False
-    if not calls:
-        return True
-    written = _ESCAPED.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
-    known = {*_words(as_read(parsed)), *_words(template)}
-    if all(arguments for _, arguments in calls):  # numbers may be written differently
-        return all(word in known or word[0].isdigit() for word in _words(written))
-    return all(word in known for word in _words(written))
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())

@@ -40,13 +40,12 @@ from ...schemas.job import (
 from ...schemas.machines import MachinesConfig
 from ...schemas.node import (
     DamagedRecords,
-    GameCheckRequest,
+    InspectRequest,
     NodeList,
     NodeStatus,
     some_names,
 )
-from ...schemas.tinker.checkpoints import TakeCheckpoint
-from ...schemas.tinker.operation import ModelInfo, TrainerOffers
+from ...schemas.tinker.operation import TrainerOffers
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.weights import WeightsBound, WeightsRoom
 from ...schemas.wire.errors import BrokerError, FencedError, QuotaError, StateError, TinkermqError
@@ -222,7 +221,7 @@ class _SchedulerRequests:
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("try", SubmitRequest, dry_runs.try_out),
-            ("check_game", GameCheckRequest, dry_runs.check_on_node),
+            ("inspect", InspectRequest, dry_runs.inspect_model),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),
@@ -237,7 +236,6 @@ class _SchedulerRequests:
             ("machines", Empty, self._keeper.answer),
             ("quota", Empty, self.quota),
             ("trainers", Empty, self.trainers),
-            ("take_checkpoint", TakeCheckpoint, self.take_checkpoint),
             ("tinker-usage", TrainerUsage, self.tinker_usage),
             ("weights-room", WeightsRoom, self.weights_room),
             ("archive", JobRequest, partial(self._remove, removal="archive")),
@@ -365,10 +363,6 @@ class _SchedulerRequests:
         if quota.max_tinker_tokens is not None:
             left = max(quota.max_tinker_tokens - self._view.tinker_tokens(user), 0)
         return TenantShare(weight=quota.weight, tokens_left=left)
-
-    async def take_checkpoint(self, request: TakeCheckpoint, context: RequestContext) -> ModelInfo:
-        """Copy a checkpoint of the user's run to the service that trains its base model."""
-        return await self._submission.origins.copy_checkpoint(context.user, request.path)
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return the user's unreadable records; for admins those of the whole pool."""

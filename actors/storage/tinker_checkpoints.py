@@ -174,14 +174,6 @@ class CheckpointFolders:
             _remove_unused_folders(stored)
             yield stored
 
-    def size_of(self, user: str) -> int:
-        """Return the bytes of a user's checkpoints, without those that are being written."""
-        num_bytes = 0
-        for meta in self._folder.glob(f"{user}/*.train.*/*/*/{_META}"):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                num_bytes += int(json.loads(meta.read_text(encoding="utf-8")).get("size_bytes", 0))
-        return num_bytes
-
     def commit(self, stored: StoredCheckpoint) -> None:
         """Write the record of a checkpoint whose files exist; raises StorageError."""
         meta = {

@@ -1,7 +1,7 @@
 """The checkpoints, training runs and sessions of all users of one trainer.
 
 Each is a file below the trainer's folder, which the catalogue alone writes; in memory it has what
-the files contain. The scheduler adds checkpoints of runs to the folder (`add`).
+the files contain.
 """
 
 import shutil
@@ -101,11 +101,6 @@ class Catalogue:
                 self._add_session(file.parents[1].name, live)
 
     # -- checkpoints -------------------------------------------------------------------------------
-
-    def add(self, stored: StoredCheckpoint) -> None:
-        """Add a checkpoint that was written to the folder by the scheduler."""
-        with self._lock:
-            self._checkpoints.setdefault(stored.user, {}).setdefault(stored.name, stored)
 
     def checkpoints(self, user: str, model: ModelName | None = None) -> list[StoredCheckpoint]:
         """Return a user's existing checkpoints of one model or all, newest first."""

@@ -83,8 +83,6 @@ class CatalogueService:
     async def _describe(self, request: AboutCheckpoint, context: RequestContext) -> ModelInfo:
         name = CheckpointName.parse(request.path)
         stored = await asyncio.to_thread(self._catalogue.folders.find, context.user, name)
-        if stored.user == context.user:
-            self._catalogue.add(stored)
         return stored.info
 
     def _change(self, user: str, request: ChangeCheckpoint) -> TinkerCheckpoint:

@@ -228,7 +228,7 @@ class ErrorCallbacks:
             _log.warning("broker_error", error=repr(error))
 
     def _refuse(self, error: Exception) -> None:
-        refusal = faults.refused(self._url, self._user, error)
+        refusal = faults.refused(self._url, error)
         if self.expects is not None:
             if not self.expects.done():
                 self.expects.set_result(refusal)

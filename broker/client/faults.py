@@ -53,8 +53,6 @@ _STORE_FAILED = 10077
 _STREAM_FAILED = 10051
 """Answer to a purge for which there is no space, and to faults of other requests."""
 _STORE = "store"
-INVITED = "invited"
-"""User name of log-ins with an invitation."""
 _STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _FROM_A_CHECKPOINT = (
@@ -250,14 +248,8 @@ def without_users(url: str, user: str) -> errors.BrokerError:
     )
 
 
-def refused(url: str, user: str, error: Exception) -> errors.LogInRefusedError:
+def refused(url: str, error: Exception) -> errors.LogInRefusedError:
     """Return the error of a user whom the server refuses."""
-    if user == INVITED:
-        return errors.LogInRefusedError(
-            f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
-            "used up or expired",
-            hint="see whether it is whole, or ask an admin for another (`tinkermq user invite`)",
-        )
     return errors.LogInRefusedError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
         hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "

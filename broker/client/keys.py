@@ -1,4 +1,4 @@
-"""API keys, job keys and invitation codes: creation, parsing and checks.
+"""API keys and job keys: creation, parsing and checks.
 
 An API key is `tmq_<user>_<secret>`; the pool stores only its hash. A job key is
 `tmqj.<user>.<job>.<role>.<actor>.<attempt>.<signature>`: it is not stored, is checked by its
@@ -15,12 +15,11 @@ import string
 from typing import NamedTuple
 
 from ...schemas.wire.errors import AuthError, MessageError
-from ...schemas.wire.subjects import JobScope, inbox, token
+from ...schemas.wire.subjects import JobScope, token
 
 _SECRET_CHARS = 43  # 62**43 > 256**32
-_NUMBER_CHARS = 8
 _LETTERS = string.digits + string.ascii_letters
-_KEY, _JOB_KEY, _INVITATION = "tmq", "tmqj", "tmqinv"
+_KEY, _JOB_KEY = "tmq", "tmqj"
 EPISODE_KEY = "tmqe_"
 """Prefix of the keys of episodes."""
 _RANDOM_BYTES = 32
@@ -77,31 +76,6 @@ def user_of_key(key: str) -> str:
             hint="a key looks like tmq_<user>_<secret>; ask an admin for one (`tinkermq user add`)",
         )
     return token(user, what="user")
-
-
-def invitation_code(pool_secret: bytes, *request: str) -> tuple[str, str]:
-    """Return id and code of the invitation that a request creates: the same if it is repeated."""
-    number = _derived(pool_secret, "invitation id", *request)[:_NUMBER_CHARS]
-    return number, f"{_INVITATION}_{number}_{_derived(pool_secret, 'invitation', *request)}"
-
-
-def id_of_invitation(code: str) -> str | None:
-    """Return the id of an invitation, or None for another text."""
-    kind, _, rest = code.partition("_")
-    number, _, secret = rest.partition("_")
-    is_code = kind == _INVITATION and len(secret) == _SECRET_CHARS and number.isalnum()
-    return number if is_code else None
-
-
-def with_own_inbox(code: str) -> str:
-    """Return one client's password for an invitation code, with an inbox of its own for its key."""
-    return f"{code}.{secrets.token_hex(_RANDOM_BYTES)}"
-
-
-def inbox_of_invited(secret: str) -> str:
-    """Return the inbox prefix of such a login; empty if it has none."""
-    own = secret.partition(".")[2]
-    return f"{inbox('invited')}.{own}" if len(own) == 2 * _RANDOM_BYTES and own.isalnum() else ""
 
 
 def key_hash(key: str) -> str:

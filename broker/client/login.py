@@ -34,8 +34,7 @@ CA_VARIABLE = "TINKERMQ_CA"
 _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
 """Variable by which an admin names the user whose jobs to read or stop."""
-INVITATION_VARIABLE = "TINKERMQ_INVITATION"
-SECRET_VARIABLES = (CREDENTIALS_VARIABLE, KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
+SECRET_VARIABLES = (CREDENTIALS_VARIABLE, KEY_VARIABLE, AS_VARIABLE)
 """Variables of the login, which started processes do not inherit."""
 _GUESTS = frozenset({"environment"})
 
@@ -150,11 +149,6 @@ def _of_key(key: str) -> Login:
         )
     if keys.read_episode_key(key) is not None:
         return of_program(key)
-    if keys.id_of_invitation(key) is not None:
-        secret = keys.with_own_inbox(key)
-        own_inbox, store = keys.inbox_of_invited(secret), user_store("invited")
-        options = {"user": "invited", "password": secret}
-        return Login("invited", own_inbox, options=options, store=store, is_guest=True)
     owner = keys.user_of_key(key)
     options = {"user": owner, "password": key}
     user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")

@@ -133,7 +133,6 @@ class Service:
         *,
         name: str,
         description: str,
-        version: str = VERSION,
         metadata: Mapping[str, str] | None = None,
         running_bytes: int = RUNNING_BYTES,
     ) -> "Service":
@@ -142,7 +141,7 @@ class Service:
         A guest's service is not listed, as a guest may not receive or answer such requests.
         """
         config = ServiceConfig(
-            name=name, version=version, description=description, metadata=dict(metadata or {})
+            name=name, version=VERSION, description=description, metadata=dict(metadata or {})
         )
         micro = MicroService(broker.nc, config)
         if not broker.is_guest:

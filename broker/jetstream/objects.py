@@ -211,7 +211,7 @@ class BulkLink:
         error = BrokerError(line)
         if denied := faults.denied_subject(error):
             return faults.denied(self._broker.user, *denied)
-        return faults.refused(self._broker.url, self._broker.user, error)
+        return faults.refused(self._broker.url, error)
 
 
 class _AsLost:

@@ -1,7 +1,5 @@
 """Commands of a pool's admin: `tinkermq init`, `user`, `register`, `backup` and `restore`."""
 
-import os
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Literal, TypeVar
 
 from ...broker.calls import all_users, ask_users
 from ...broker.client.connection import Broker
-from ...broker.client.login import CREDENTIALS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
+from ...broker.client.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ...broker.credentials import PoolSecrets
 from ...broker.jobs import JobStore
 from ...broker.snapshots import Saved, restore_all, save_all
@@ -18,10 +16,8 @@ from ...schemas.user import (
     AddUser,
     AuditList,
     AuditRequest,
-    Invite,
     NameUser,
     NewKey,
-    Register,
     RotateKey,
     SetQuota,
     UserInfo,
@@ -187,38 +183,6 @@ def quota(
     return print_result(info.model_dump(), text, as_json=common.json)
 
 
-def invite(
-    *,
-    uses: int = 1,
-    days: float = 7.0,
-    key_days: float = 365.0,
-    slots: int | None = None,
-    common: Common = COMMON,
-) -> int:
-    """Create an invitation to register. Its code is printed once.
-
-    Parameters
-    ----------
-    uses
-        Number of users who may register with it.
-    days
-        Days until it expires.
-    key_days
-        Days until their keys expire; 0: never.
-    slots
-        Most slots of each user's jobs at once; default: no limit.
-    """
-    request = Invite(uses=uses, days=days, key_days=key_days, max_slots=slots)
-    reply = _request_reply(common, "invite", request, NewKey)
-    if common.json:
-        print_json({"code": reply.secret, "expires": reply.expires})
-    else:
-        print_text(f"an invitation for {uses}, until {_day(reply.expires)}, shown this once:")
-        print_text(f"  export {INVITATION_VARIABLE}={reply.secret}")
-        print_text("  tinkermq register NAME")
-    return 0
-
-
 def audit(*, last: int = 50, common: Common = COMMON) -> int:
     """Print the audit log: changes to users and refused requests.
 
@@ -245,36 +209,12 @@ def audit(*, last: int = 50, common: Common = COMMON) -> int:
     return print_rows(document, columns, rows, as_json=common.json)
 
 
-def register(user: str, /, *, common: Common = COMMON) -> int:
-    """Register with an invitation. Its code is read from $TINKERMQ_INVITATION or stdin.
-
-    Parameters
-    ----------
-    user
-        Name of the new user.
-    """
-    code = os.environ.get(INVITATION_VARIABLE) or sys.stdin.readline().strip()
-    if not code:
-        raise AuthError(
-            "no invitation was given", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
-        )
-    return _show_new_key(common, "register", Register(code=code, user=user), api_key=code)
+def _request_reply(common: Common, method: str, request: Message, reply: type[R]) -> R:
+    return with_pool(common.nats_url, lambda pool: ask_users(pool.broker, method, request, reply))
 
 
-def _request_reply(
-    common: Common, method: str, request: Message, reply: type[R], *, api_key: str | None = None
-) -> R:
-    return with_pool(
-        common.nats_url,
-        lambda pool: ask_users(pool.broker, method, request, reply),
-        api_key=api_key,
-    )
-
-
-def _show_new_key(
-    common: Common, method: str, request: Message, *, api_key: str | None = None
-) -> int:
-    reply = _request_reply(common, method, request, NewKey, api_key=api_key)
+def _show_new_key(common: Common, method: str, request: Message) -> int:
+    reply = _request_reply(common, method, request, NewKey)
     if common.json:
         print_json({"user": reply.user, "api_key": reply.secret, "expires": reply.expires})
     else:

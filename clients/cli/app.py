@@ -131,13 +131,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq env serve my-run", "one more environment host of a run"),
         Example("tinkermq env serve guess highest=9 --openenv", "a game, as an OpenEnv server"),
     ),
-    "env eval": (
-        Example("tinkermq env eval train.yaml --model my-run@40", "a checkpoint"),
-        Example(
-            "tinkermq env eval guess --model http://gpu-box:8000/v1 --max-samples 100",
-            "any OpenAI-compatible endpoint",
-        ),
-    ),
 }
 """By command."""
 
@@ -172,7 +165,6 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
         _Command("backup", "admin:backup", "Write all data of the broker into a folder."),
         _Command("restore", "admin:restore", "Load a backup into a new server."),
-        _Command("deploy check", "deploy:check", "Check a machine on which systemd runs the pool."),
         _Command("version", "app:version", "Print versions."),
     ],
     "Runs": [
@@ -236,18 +228,11 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("user rotate", "admin:rotate", "Replace a user's key."),
         _Command("user revoke", "admin:revoke", "Revoke a user's key and close the connections."),
         _Command("user quota", "admin:quota", "Change a user's quota."),
-        _Command("user invite", "admin:invite", "Create an invitation to register."),
         _Command("user audit", "admin:audit", "Print the audit log of users."),
-        _Command("register", "admin:register", "Register with an invitation."),
     ],
     "Writing your own": [
         _Command("config show", "config:show", "Print the effective configuration."),
         _Command("config schema", "config:schema", "Print every key, or the JSON Schema."),
-        _Command(
-            "data prepare",
-            "games:prepare",
-            "Convert a published dataset: gsm8k, math, geo3k.",
-        ),
         _Command(
             "algorithm check",
             "games:check_algorithm",
@@ -260,11 +245,6 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("env check", "games:check", "Check a game without a model."),
         _Command("env new", "new_package:new", "Create a package with a new game."),
         _Command("env play", "games:play", "Play a game yourself."),
-        _Command(
-            "env eval",
-            "evaluation:evaluate_game",
-            "Score any model, also by URL, on any game.",
-        ),
         _Command(
             "env serve",
             "games:serve",
@@ -288,11 +268,9 @@ _FAMILIES = {
     "algorithm": ("Writing your own", "Check custom advantages, losses and corrections."),
     "agent": ("Writing your own", "Create, check and host agent programs."),
     "config": ("Writing your own", "Show the configuration of a job."),
-    "data": ("Writing your own", "Prepare data."),
     "model": ("Models", "Get and check models."),
     "tinker": ("Models", "Serve the Tinker API."),
-    "deploy": ("Stack", "Check machines on which systemd runs the pool."),
-    "env": ("Writing your own", "Create, check, play, evaluate and serve games."),
+    "env": ("Writing your own", "Create, check, play and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
 

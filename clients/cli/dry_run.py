@@ -192,7 +192,7 @@ def _check_in_pool(config: JobConfig, url: str, from_run: str | None) -> list[Ch
         )
         if inspects and all(result.ok for result in results):
             print_note("a node checks the model: two minutes at most")
-            results += await pool.check_game(values, look="model")
+            results += await pool.inspect_model(values)
         return results
 
     try:

@@ -1,4 +1,4 @@
-"""`tinkermq eval`, `replay`, `verify`, `env eval`, and how `tinkermq infer` plays a game."""
+"""`tinkermq eval`, `replay`, `verify`, and how `tinkermq infer` plays a game."""
 
 import asyncio
 import json
@@ -15,12 +15,9 @@ from cyclopts import Parameter
 
 from ...envs.evaluation import Comparison, summarize
 from ...envs.evaluation import compare as compare_versions
-from ...envs.registry import load_game
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import ConfigError, NotFoundError
-from ..base import quiet_logs, unwrap_error_groups
 from ..home import URL_VARIABLE, find_url
-from ..inference.openai_play import Endpoint, play_with_endpoint
 from ..inference.play import EpisodeResult, InferenceReport, PlayOptions
 from ..inference.run_inference import open_served, play_served
 from ..pool import Pool, is_token
@@ -28,7 +25,6 @@ from ..run import Evaluated, EvaluationSettings, evaluate_both
 from ..run import evaluate as run_evaluation
 from ..verify import Check, Verification
 from ..verify import verify as verify_run
-from .games import open_game
 from .output import (
     literal,
     print_commands,
@@ -100,13 +96,8 @@ PLAY_FLAGS = PlayFlags()
 """No option is set."""
 
 
-def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
+async def find_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
     """Return the serving job of this name, if there is one, and the `env` of its run."""
-    return with_pool(url, lambda pool: resolve_served(pool, model))
-
-
-async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
-    """Find a serving job in a pool; see `find_served`."""
     run = model.partition("@")[0]
     if not is_token(run):
         return None, {}
@@ -455,90 +446,3 @@ def _print_checks(verification: Verification) -> None:
             print_plain(f"{name}: {problem}")
         if check.num_problems > len(check.problems):
             print_plain(f"{name}: {check.num_problems - len(check.problems)} more")
-
-
-# `tinkermq env eval`: evaluate a model on a game.
-
-MAX_TURNS = 10
-"""Default answers of the policy per episode without a YAML file."""
-NUM_SEEDS = 100
-"""Default number of episodes of a generated game."""
-
-
-def evaluate_game(
-    game: str,
-    /,
-    *arguments: str,
-    model: str | None = None,
-    model_name: str | None = None,
-    flags: PlayFlags = PLAY_FLAGS,
-    concurrent: int = 64,
-    common: Common = COMMON,
-) -> int:
-    """Play a game with a model, many episodes at once, and print its scores.
-
-    The model is an OpenAI-compatible URL, which needs no pool, or a model as in `tinkermq infer`:
-    a model folder, RUN@STEP, a run, or a serving job.
-
-    Parameters
-    ----------
-    game
-        Registered name, `package.module:Class`, or the YAML file of a run, whose validation data,
-        turns and limits are used; otherwise the data of `make_data`, or 100 seeds, and 10 turns.
-    arguments
-        `key=value`: of the game's constructor, or of the YAML file.
-    model
-        `http://HOST:PORT/v1`, a model folder, RUN@STEP, a run, or a serving job; default:
-        that of the YAML file. The key of a URL is $OPENAI_API_KEY.
-    model_name
-        Name of the model at a URL; default: the only one there.
-    concurrent
-        Episodes at the same time.
-    """
-    with open_game(game, arguments, [str(path) for path in flags.data or []]) as chosen:
-        target = model or (chosen.job.model.path if chosen.job else None)
-        if target is None:
-            raise ConfigError("no model was given", hint="give --model URL, FOLDER or RUN")
-        rollout = chosen.job.rollout if chosen.job else None
-        rows = chosen.env.val_data or chosen.env.train_data
-        options = flags.options(
-            game_class=load_game(chosen.env.game),
-            game_kwargs=chosen.env.kwargs,
-            data_path=rows or None,
-            max_samples=_given(flags.max_samples, None if rows or flags.tasks else NUM_SEEDS),
-            max_turns=_given(flags.max_turns, rollout.max_turns if rollout else MAX_TURNS),
-            max_tokens_per_turn=_given(
-                flags.max_tokens_per_turn, rollout.max_turn_tokens if rollout else None
-            ),
-            max_tokens=rollout.max_response_tokens if rollout else None,
-            success_reward=chosen.job.evaluation.success_reward if chosen.job else 0.5,
-            max_concurrent=concurrent,
-        )
-        play = _at_endpoint if target.startswith(("http://", "https://")) else _in_pool
-        report = play(target, model_name, common, options)
-    return print_report(report, flags.output, as_json=common.json)
-
-
-def _given(value: int | None, default: int | None) -> int | None:
-    return default if value is None else value
-
-
-def _at_endpoint(
-    url: str, model_name: str | None, common: Common, options: PlayOptions
-) -> InferenceReport:
-    quiet_logs()
-    endpoint = Endpoint.find(url, model_name)
-    print_note(f"playing with {endpoint.model} at {endpoint.url}")
-    progress = Progress(as_json=common.json)
-    with unwrap_error_groups():
-        return asyncio.run(play_with_endpoint(endpoint, progress.follow(options)))
-
-
-def _in_pool(
-    model: str, model_name: str | None, common: Common, options: PlayOptions
-) -> InferenceReport:
-    if model_name is not None:
-        raise ConfigError("--model-name has no effect here", hint="it is for a URL")
-    url = find_url(common.nats_url)
-    served, _ = find_served(url, model)
-    return play_in_pool(url, served, model, options, as_json=common.json)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -18,24 +18,19 @@ from ...envs.check import check_game
 from ...envs.conversations import returns
 from ...envs.data import HostData
 from ...envs.game import ChatMessage, StepResult, game_failure
-from ...envs.math.prepare import prepare as prepare_set
 from ...envs.registry import companion, load_game
 from ...envs.registry import list_games as registered_games
 from ...envs.running.local import LocalEpisode, LocalGame
-from ...schemas.checks import CheckResult
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.config.load_config import load_config, read_overrides
 from ...schemas.local.folder import temporary_folder
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import blaming
 from ...schemas.wire.images import plain_text
-from ..home import find_url
-from ..pool import Pool
-from ..validation import resolve_paths
 from . import output
 from .checks import check_model, print_checks, run_process
 from .run_host import host_run, make_host
-from .session import positive, with_pool
+from .session import positive
 
 
 @dataclass(frozen=True)
@@ -103,44 +98,6 @@ def _with_data(env: EnvConfig, folder: Path) -> EnvConfig:
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
 
 
-# `tinkermq env check --on-node`: check a game on a node of the pool.
-
-_NO_MODEL = "none"
-"""Placeholder for the model of a job whose game is only played."""
-
-
-def _check_on_node(
-    game: str,
-    arguments: Sequence[str],
-    train_data: Sequence[str],
-    val_data: Sequence[str],
-    nats_url: str | None,
-) -> list[CheckResult]:
-    """Return the results of a node that plays the game.
-
-    Raises ConfigError, DataError, GameError, BusyError, BrokerError.
-    """
-    config = _job(game, arguments, train_data, val_data)
-    url = find_url(nats_url)
-
-    async def work(pool: Pool) -> list[CheckResult]:
-        output.print_note("a node plays the game: a minute at most")
-        return await pool.check_game(resolve_paths(config, url, has_users=pool.has_users))
-
-    return with_pool(url, work)
-
-
-def _job(
-    game: str, arguments: Sequence[str], train_data: Sequence[str], val_data: Sequence[str]
-) -> dict[str, Any]:
-    """Return the configuration of a job with the game of a command line."""
-    if _is_file(game, train_data, val_data):
-        return load_config(Path(game), arguments).model_dump(exclude_unset=True)
-    kwargs = read_overrides(arguments, None)
-    env = {"game": game, "kwargs": kwargs, "train_data": train_data, "val_data": val_data}
-    return {"model": {"path": _NO_MODEL}, "env": env}
-
-
 # The part of `env check` that needs a tokenizer.
 
 
@@ -190,8 +147,6 @@ def check(
     model: str | None = None,
     train_data: list[str] | None = None,
     val_data: list[str] | None = None,
-    on_node: bool = False,
-    nats_url: str | None = None,
     json: bool = False,
 ) -> int:
     """Check a game without a model.
@@ -213,18 +168,9 @@ def check(
         Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
     val_data
         Validation files of a dataset game.
-    on_node
-        Play it on a node of the pool, with the packages, files and sandbox of a job.
-    nats_url
-        The broker of that pool; default: $TINKERMQ_NATS_URL, or the local stack.
     json
         Print JSON.
     """
-    if on_node:
-        if model is not None:
-            raise ConfigError("--on-node plays without a model", hint="leave --model out")
-        results = _check_on_node(game, arguments, train_data or [], val_data or [], nats_url)
-        return print_checks(results, as_json=json)
     with open_game(game, arguments, train_data or [], val_data or []) as chosen:
         job, why_not = _model_to_check(chosen, model)
         results = check_game(chosen.env, seed=chosen.seed)
@@ -464,33 +410,6 @@ class _Json:
         turns = len(episode.results)
         by_role = {"returns": returns} if "" not in returns else {"return": returns[""]}
         output.print_json_line({**by_role, "turns": turns, "done": episode.done})
-
-
-# `tinkermq data prepare`.
-
-
-def prepare(
-    name: str, source: Path, out: Path, /, *, instruction: str | None = None, json: bool = False
-) -> int:
-    """Convert the original files of a published dataset to parquet files for training.
-
-    Parameters
-    ----------
-    name
-        The dataset: gsm8k, math or geo3k.
-    source
-        Folder of its original files.
-    out
-        Folder to write train.parquet, test.parquet … to.
-    instruction
-        Text to append to each question; default: the dataset's usual instruction.
-    json
-        Print JSON.
-    """
-    written = prepare_set(name, source, out, instruction)
-    document = [{"path": str(path.path), "rows": path.rows} for path in written]
-    text = "\n".join(f"{path.path}  {path.rows} rows" for path in written)
-    return output.print_result(document, text, as_json=json)
 
 
 # `tinkermq algorithm check`: custom functions on small random tensors.

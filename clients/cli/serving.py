@@ -176,7 +176,7 @@ def infer(
         Keep the token ids in the results.
     """
     url = find_url(common.nats_url)
-    served, own = find_served(url, model)
+    served, own = with_pool(url, lambda pool: find_served(pool, model))
     chosen = game or (own.get("game") if flags.data else None)
     if game_arguments and chosen is None:
         raise ConfigError("arguments of a game need the game", hint="add --game NAME")

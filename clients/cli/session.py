@@ -18,20 +18,17 @@ T = TypeVar("T")
 CONNECT_DEADLINE_S = 5.0
 
 
-def with_pool(
-    nats_url: str | None, work: Callable[[Pool], Awaitable[T]], *, api_key: str | None = None
-) -> T:
+def with_pool(nats_url: str | None, work: Callable[[Pool], Awaitable[T]]) -> T:
     """Connect to the named broker or the local stack's, run `work`, and close.
 
-    Without `api_key`, $TINKERMQ_API_KEY is used. A single TinkermqError in an exception group is
-    raised by itself.
+    A single TinkermqError in an exception group is raised by itself.
     """
 
     quiet_logs()
 
     async def body() -> T:
         url = find_url(nats_url)
-        connecting = connect(url, name="tinkermq", api_key=api_key, deadline_s=CONNECT_DEADLINE_S)
+        connecting = connect(url, name="tinkermq", deadline_s=CONNECT_DEADLINE_S)
         async with await connecting as broker:
             return await work(Pool(broker))
 

@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,10 +21,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
-from uuid import uuid4
 
 import httpx
 
@@ -37,7 +34,6 @@ from ..tools import AsyncToolGame, ToolResult, bounded_text, checked_tools
 from .openenv_client import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    REQUEST_S,
     Access,
     ActionRefused,
     HttpRoutes,
@@ -69,10 +65,8 @@ class OpenEnvOptions:
     """`env.kwargs`; `OpenEnvGame` explains them."""
 
     urls: tuple[str, ...] = ()
-    image: str = ""
     package: str = ""
     python: str = ""
-    port: int = 8000
     copies: int = 1
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     key_variable: str = ""
@@ -110,10 +104,8 @@ class OpenEnvGame(AsyncToolGame):
         self,
         url: str | Sequence[str] = (),
         *,
-        image: str = "",
         package: str = "",
         python: str = "",
-        port: int = 8000,
         copies: int = 1,
         variables: Mapping[str, str] | None = None,
         key_variable: str = "",
@@ -126,12 +118,12 @@ class OpenEnvGame(AsyncToolGame):
         start_s: float = 25.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Name the servers, or how to start them: by one of `url`, `image` and `package`.
+        """Name the servers, or how to start them: by `url` or `package`.
 
         `url` may be a list of servers of the same environment. `package` is `module:app` for the
-        interpreter `python`, by default this one; `image` is a container image whose server listens
-        on `port`. `copies` servers start with the environment variables `variables`, each within
-        `start_s`. `key_variable` names the host's environment variable with the servers' key.
+        interpreter `python`, by default this one. `copies` servers start with the environment
+        variables `variables`, each within `start_s`. `key_variable` names the host's environment
+        variable with the servers' key.
 
         `reset` has further arguments of the environment's reset. `split` and `task_range` select
         its tasks. `instructions` precede the first observation, in place of the environment's
@@ -141,10 +133,8 @@ class OpenEnvGame(AsyncToolGame):
         self.needs.load()
         options = OpenEnvOptions(
             _checked_urls([url] if isinstance(url, str) and url else url),
-            image,
             package,
             python,
-            port,
             copies,
             dict(variables or {}),
             key_variable,
@@ -156,9 +146,9 @@ class OpenEnvGame(AsyncToolGame):
             start_s,
             max_message_bytes,
         )
-        if sum(map(bool, (options.urls, image, package))) != 1:
+        if bool(options.urls) == bool(package):
             raise GameError(
-                "an OpenEnv environment is given by one of url, image and package",
+                "an OpenEnv environment is given by one of url and package",
                 hint="set env.kwargs.url to the URL of a running server, for example",
             )
         self._options = options
@@ -571,7 +561,6 @@ def _headers(key_variable: str) -> dict[str, str]:
 
 # -- servers that are started here -----------------------------------------------------------------
 
-ENGINES = ("docker", "podman")
 _LOOK_S = 0.1
 _MOST_LINES, _MOST_BYTES = 20, 1000
 """Characters of a server's output in a message."""
@@ -587,7 +576,6 @@ threading.Thread(target=end_with_starter, daemon=True).start()
 import uvicorn
 uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
 """
-_REMOVE = 'cat >/dev/null; exec "$0" rm -f "$1" >/dev/null 2>&1'
 
 
 @dataclass
@@ -673,24 +661,12 @@ def _started(options: OpenEnvOptions) -> list[StartedServer]:
     """Return the servers of a configuration that are started here, not yet started."""
     if not 1 <= options.copies <= _MOST_URLS:
         raise GameError(f"env.kwargs.copies={options.copies} is not between 1 and {_MOST_URLS}")
-    launch: Callable[[], StartedProcess]
-    if options.package:
-        python = options.python or sys.executable
-        launch = functools.partial(launch_package, options.package, python, options.variables)
-    elif options.image:
-        engine = find_engine(options.image)
-        launch = functools.partial(
-            launch_container,
-            engine,
-            options.image,
-            options.port,
-            options.variables,
-            options.start_s,
-        )
-    else:
+    if not options.package:
         return []
-    name = options.package or options.image
-    return [StartedServer(name, launch, options.start_s) for _ in range(options.copies)]
+    launch = functools.partial(
+        launch_package, options.package, options.python or sys.executable, options.variables
+    )
+    return [StartedServer(options.package, launch, options.start_s) for _ in range(options.copies)]
 
 
 def launch_package(app: str, python: str, variables: Mapping[str, str]) -> StartedProcess:
@@ -740,61 +716,3 @@ def _end_of(output: bytes) -> str:
     """Return the end of a program's output as a literal."""
     text = output.decode(errors="replace").strip()
     return repr(text[-_MOST_BYTES:]) if text else ""
-
-
-def find_engine(image: str) -> str:
-    """Return the container engine of this machine; GameError if it has none."""
-    for engine in ENGINES:
-        if (path := shutil.which(engine)) is not None:
-            return path
-    raise GameError(
-        f"the image {image!r} cannot be started: neither {' nor '.join(ENGINES)} is on the PATH of "
-        "the environment host",
-        hint="install one there, run the image elsewhere and give its url, or install the "
-        "environment with pip and give its package",
-    )
-
-
-def launch_container(
-    engine: str, image: str, port: int, variables: Mapping[str, str], start_s: float
-) -> StartedProcess:
-    """Start an image on a free port of the loopback interface. Raises OpenEnvError.
-
-    `port` is the server's port within its container.
-    """
-    name = f"tinkermq-openenv-{uuid4().hex[:12]}"
-    remover = subprocess.Popen(
-        ["sh", "-c", _REMOVE, engine, name], stdin=subprocess.PIPE, start_new_session=True
-    )
-    assigned = [f"--env={key}={value}" for key, value in variables.items()]
-    options = ["--security-opt=no-new-privileges", f"--publish=127.0.0.1::{port}", *assigned]
-    running = StartedProcess(
-        remover, "", lambda: _engine(engine, "logs", f"--tail={_MOST_LINES}", name)
-    )
-    try:
-        _engine(engine, "run", "--detach", f"--name={name}", *options, "--", image, limit_s=start_s)
-        published = _engine(engine, "port", name, f"{port}/tcp").strip("'").split("\\n")[0]
-    except BaseException:
-        running.end()
-        raise
-    running.url = f"http://{published}"
-    return running
-
-
-def _engine(engine: str, command: str, *arguments: str, limit_s: float = REQUEST_S) -> str:
-    """Run a command of the container engine; return its output as a literal."""
-    try:
-        done = subprocess.run(
-            [engine, command, *arguments], capture_output=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise OpenEnvError(
-            f"{Path(engine).name} {command} {arguments[-1]} took longer than {limit_s:g} s",
-            hint="pull the image before, or raise env.kwargs.start_s and env.reset_timeout_s",
-        ) from error
-    if done.returncode != 0:
-        raise OpenEnvError(
-            f"{Path(engine).name} {command} {arguments[-1]} failed: {_end_of(done.stderr)}",
-            hint="see that the image can be had and run on the machine of the environment host",
-        )
-    return _end_of(done.stdout + (done.stderr if command == "logs" else b""))

@@ -293,7 +293,6 @@ def _explain(
     if not answers:
         return "it was not answered"
     words = {"all": "every answer that arrives is", "main": "it is of the main conversation"}
-    words["alive"] = "it can have had a part in the outcome"
     return words.get(train, f"by the pattern of agent.train={train}")
 
 

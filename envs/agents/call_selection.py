@@ -1,8 +1,7 @@
 """Select which calls of a program's episode are trained, and find its main conversation.
 
 Pure. `agent.train` selects all answers that arrived (the default), those of the main conversation,
-those of conversations whose opening matches a pattern or does not, or (`alive`) those that may have
-contributed to the outcome, judged by later requests.
+or those of conversations whose opening matches a pattern or does not.
 
 `call_lines` formats an episode's calls, and why some are not trained.
 """
@@ -190,23 +189,13 @@ def _bits(calls: Collection[Answered]) -> int:
     return bits
 
 
-WhyNot: TypeAlias = Literal["", "undelivered", "left out", "other", "pattern", "apart"]
+WhyNot: TypeAlias = Literal["", "undelivered", "left out", "other", "pattern"]
 """Why a call is not trained: its answer did not arrive, the program excluded it, it is outside of
-the main conversation, a pattern excludes it, or nothing of it was read; empty: it is trained."""
+the main conversation, or a pattern excludes it; empty: it is trained."""
 
 
 class AnsweredCall(Answered, Protocol):
     """An answered call of the model, and its place in the tree of its episode."""
-
-    @property
-    def parent(self) -> Self | None:
-        """The call whose tokens it continues."""
-        ...
-
-    @property
-    def follows(self) -> Self | None:
-        """For a root: the call that its history continues, though not its tokens."""
-        ...
 
     @property
     def root(self) -> Self:
@@ -271,9 +260,6 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
     if which == "main":
         origins = _main_origins(calls)
         return lambda call: "" if call.origin in origins else "other"
-    if which == "alive":
-        roots = _Counting(calls, main_root(calls)).roots
-        return lambda call: "" if call.root in roots else "apart"
     pattern, is_trained = train_pattern(which)
 
     def by_opening(call: Call) -> WhyNot:
@@ -363,60 +349,6 @@ def _derived(calls: Sequence[Call]) -> set[Call]:
     return derived
 
 
-# -- what may have contributed to the outcome ------------------------------------------------------
-
-
-class _Counting(Generic[Call]):
-    """Finds the roots of the calls that may have contributed to the outcome.
-
-    The main conversation counts, and each one that the program continued. So do conversations that
-    belong to one that counts: it has read them and they are of the same agent, or they continue it.
-    In these each answer that arrived counts, even a discarded one, since the program acted on it.
-    """
-
-    def __init__(self, calls: Sequence[Call], main: Call | None) -> None:
-        self._readers = Readers(calls)
-        self._calls: dict[Call, list[Call]] = {}
-        for call in calls:
-            self._calls.setdefault(call.root, []).append(call)
-        before = [call.parent or call.follows for call in calls]
-        self.roots = {call.root for call in before if call is not None}
-        self._goes_on = bool(self.roots)
-        if main is not None:
-            self.roots.add(main)
-        apart = {root for root in self._calls if root not in self.roots}
-        while more := {root for root in apart if self._has_part(root)}:
-            self.roots |= more
-            apart -= more
-
-    def _has_part(self, root: Call) -> bool:
-        if root.follows is not None and root.follows.root in self.roots:
-            return True
-        if any(self._is_same_agent(root, counted) for counted in self.roots):
-            return True
-        counting = [call for counted in self.roots for call in self._calls[counted]]
-        return self._readers.any(self._calls[root], counting) or self._takes_over(root, counting)
-
-    def _is_same_agent(self, root: Call, other: Call) -> bool:
-        """Return whether two conversations have the same tools or, without tools, system message.
-
-        If the program continues no conversation, each of its prompts may be a new one.
-        """
-        if root.context != other.context:
-            return False
-        same = root.has_tools or not self._goes_on
-        return same or system_of(root.given) == system_of(other.given)
-
-    def _takes_over(self, root: Call, counting: Sequence[Call]) -> bool:
-        """Return whether a call reads one that counts and has its tools, or is the last one."""
-        mine = self._calls[root]
-        same_tools = [call for call in counting if call.context == root.context]
-        if self._readers.any(same_tools, mine):
-            return True
-        is_last = all(call.num_seen <= mine[-1].number for call in counting)
-        return is_last and self._readers.any(counting, mine)
-
-
 def system_of(messages: Sequence[ModelMessage]) -> list[bytes]:
     """Return the keys of the system messages."""
     return [message.key for message in messages if message.role == "system"]
@@ -434,7 +366,6 @@ _MAX_CHARS = 200
 _MAX_LINES = 1000
 _MAX_DEPTH = 8
 WHY_NOT = {
-    "apart": "nothing of it reached the outcome",
     "other": "not of the main conversation",
     "pattern": "left out by the pattern of agent.train",
     "undelivered": "its answer did not arrive",

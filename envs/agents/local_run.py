@@ -68,8 +68,6 @@ class LocalAnswer:
     number: int
     """Its index among all answers of the episode."""
     reply: ModelMessage
-    follows: "LocalAnswer | None" = None
-    """None, since without a chat template no history is rendered again."""
     delivered: bool = True
 
     @property

@@ -1,7 +1,7 @@
 r"""Geometry3k: a geometry problem with a drawing, an answer in `\boxed{}`, graded by math-verify.
 
 `Geo3KGame` takes one answer; `Geo3KToolGame` shows the policy its result and lets it try again.
-`tinkermq data prepare geo3k` makes the data; its images are in the first prompt. `make_data` and
+`examples/prepare_math.py` makes the data; its images are in the first prompt. `make_data` and
 `demonstrations` are a tiny task in the same form, for a vision-language model of some hundred
 thousand parameters: count the corners of a drawn shape. Most answers of its warm start do not
 depend on the drawing and are right one time in three; reinforcement learning selects those that do.

@@ -1,6 +1,6 @@
 r"""Math, one turn: a question from a dataset, an answer in `\boxed{}`, graded by math-verify.
 
-`tinkermq data prepare gsm8k|math` makes the data. `make_data` and `demonstrations` are a tiny task
+`examples/prepare_math.py` makes the data. `make_data` and `demonstrations` are a tiny task
 in the same form, for a model of some hundred thousand parameters: the sum of two small numbers.
 Most answers of its warm start are outside the box, and reinforcement learning selects those inside.
 """

@@ -10,7 +10,7 @@ from .sections import MAX_WAIT_S, Section, given_section, when, with_implied
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
 """Keys of `env` implied by the section `agent`."""
-TRAIN_WORDS = ("all", "main", "alive")
+TRAIN_WORDS = ("all", "main")
 """Values of `agent.train` other than patterns."""
 _GAME = "agent"
 _MARGIN_S = 30.0
@@ -177,7 +177,7 @@ class AgentConfig(Section):
     """job: sample as `rollout` says; request: with the program's temperature, top_p and top_k.
     Tokens drawn at other settings than the learner computes with are off-policy."""
     train: str = Field(default="all", max_length=4096)
-    """Which calls are trained: `all`, `main`, `/PATTERN/`, `not /PATTERN/` or `alive` ([what is
+    """Which calls are trained: `all`, `main`, `/PATTERN/` or `not /PATTERN/` ([what is
     trained](train-an-agent.md#what-is-trained))."""
     reasoning: Literal["keep", "template"] = "keep"
     """Earlier reasoning at the next user message: keep: its tokens stay; template: the history is

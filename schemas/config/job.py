@@ -322,8 +322,6 @@ class TrackingConfig(Section):
     """Log a table of episodes (messages, reward, version) every N steps; 0: never."""
     max_episodes: int = Field(default=16, ge=1, le=1024, json_schema_extra=when("episodes_every"))
     """Episodes per table."""
-    checkpoints: bool = False
-    """Upload each checkpoint as an artifact (wandb, MLflow)."""
 
 
 class LimitsConfig(Section):

@@ -13,7 +13,6 @@ import math
 import os
 import queue
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,11 +34,9 @@ _OPEN_S = 30.0
 _HANGS_S = 600.0
 """A call that takes longer counts as hanging; libraries retry for some minutes."""
 _HANGS_AT_THE_END_S = 30.0
-"""The same at the end of a run, except for uploads."""
-_UPLOADS: frozenset[str] = frozenset({"checkpoint", "finish"})
-_UPLOAD_AT_THE_END_S = 600.0
+"""The same at the end of a run."""
 _HUNG: set[str] = set()
-_OPTIONAL: frozenset[str] = frozenset({"config", "episodes", "checkpoint"})
+_OPTIONAL: frozenset[str] = frozenset({"config", "episodes"})
 """Calls that may fail without the tracker being given up."""
 _MAX_QUEUED = 10_000
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -88,9 +85,6 @@ class Tracker:
     def log_episodes(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Record episodes of a step, the same columns in each row, as a table."""
 
-    def log_checkpoint(self, folder: Path, step: int) -> None:
-        """Store the files of a checkpoint; they may be removed as soon as this returns."""
-
     def finish(self, outcome: Outcome = "FINISHED") -> None:
         """Write buffered data, record how the run ended where that can be, and close."""
 
@@ -121,11 +115,10 @@ def make_trackers(
             raise ConfigError(
                 f"unknown logger backend {backend!r}", hint=f"known are {', '.join(BACKENDS)}"
             )
-    scratch = place / ".trackers"
     return [
         own[backend]()
         if backend in own
-        else GuardedTracker(backend, makers[backend], scratch / backend, refuses=not resumes)
+        else GuardedTracker(backend, makers[backend], refuses=not resumes)
         for backend in names
     ]
 
@@ -148,12 +141,10 @@ class TrackerEvent:
 class _Call:
     """One call of a tracker."""
 
-    kind: Literal["open", "config", "metrics", "episodes", "checkpoint", "finish"]
+    kind: Literal["open", "config", "metrics", "episodes", "finish"]
     make: Callable[[Tracker], None]
     step: int | None = None
     num_points: int = 0
-    linked_folder: Path | None = None
-    """A folder that is removed after the call."""
 
 
 class GuardedTracker(Tracker):
@@ -168,19 +159,17 @@ class GuardedTracker(Tracker):
         self,
         name: str,
         make: Callable[[], Tracker],
-        scratch: Path,
         *,
         refuses: bool = True,
         hangs_s: float = _HANGS_S,
         ends_s: float = _HANGS_AT_THE_END_S,
         opens_s: float = _OPEN_S,
     ) -> None:
-        """Open it with `make`, waiting up to `opens_s`; checkpoint files wait in `scratch`.
+        """Open it with `make`, waiting up to `opens_s`.
 
         With `refuses`, raises the ConfigError that `make` raises.
         """
         self.name = name
-        self._scratch = scratch
         self._hangs_s, self._ends_s = hangs_s, ends_s
         self._calls: queue.Queue[_Call] = queue.Queue()
         self._running: tuple[_Call, float] = _Call("open", lambda _: None), time.monotonic()
@@ -188,11 +177,9 @@ class GuardedTracker(Tracker):
         self._lock = Lock()
         self._is_lost = False
         self._events: list[TrackerEvent] = []
-        self._num_checkpoints = 0
         self._reported: set[str] = set()
         self._refusal: ConfigError | None = None
         self._opened, self._ended = Event(), Event()
-        shutil.rmtree(scratch, ignore_errors=True)
         Thread(target=self._work, args=(make,), name=f"tracker {name}", daemon=True).start()
         self._opened.wait(opens_s)
         if self._refusal is not None and refuses:
@@ -212,20 +199,6 @@ class GuardedTracker(Tracker):
         """Queue a table."""
         self._put(_Call("episodes", lambda tracker: tracker.log_episodes(rows, step), step))
 
-    def log_checkpoint(self, folder: Path, step: int) -> None:
-        """Queue a checkpoint, with links to its files so that they stay until it is stored."""
-        self._num_checkpoints += 1
-        place = self._scratch / str(self._num_checkpoints)
-        linked = place / folder.name
-        call = _Call("checkpoint", lambda to: to.log_checkpoint(linked, step), step, 0, place)
-        try:
-            shutil.copytree(folder, linked, copy_function=_link)
-        except OSError as error:
-            shutil.rmtree(place, ignore_errors=True)
-            self._report_lacking(call, error)
-            return
-        self._put(call)
-
     def finish(self, outcome: Outcome = "FINISHED", within_s: float = math.inf) -> None:
         """Wait until all calls are made, unless one hangs, and close the tracker.
 
@@ -238,7 +211,6 @@ class GuardedTracker(Tracker):
             if time.monotonic() > deadline:
                 _HUNG.add(self.name)
                 return
-        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all calls are made, for at most `timeout_s`; nothing is closed."""
@@ -269,10 +241,7 @@ class GuardedTracker(Tracker):
 
     def _detect_hang(self, *, at_the_end: bool = False) -> None:
         call, began = self._running
-        limit_s = self._hangs_s
-        if at_the_end:
-            uploads = self._num_checkpoints and call.kind in _UPLOADS
-            limit_s = _UPLOAD_AT_THE_END_S if uploads else self._ends_s
+        limit_s = self._ends_s if at_the_end else self._hangs_s
         if self._is_running and time.monotonic() - began > limit_s:
             _HUNG.add(self.name)
             self._give_up(f"no answer within {limit_s:g} s", call)
@@ -300,8 +269,6 @@ class GuardedTracker(Tracker):
                         tracker.finish("FAILED")
                     self._give_up(_describe(error), call)
             self._is_running = False
-            if call.linked_folder is not None:
-                shutil.rmtree(call.linked_folder, ignore_errors=True)
             self._calls.task_done()
             if call.kind == "finish":
                 self._ended.set()
@@ -331,7 +298,6 @@ class GuardedTracker(Tracker):
             points_lost=num_points,
             from_step=min(steps, default=None),
         )
-        shutil.rmtree(self._scratch, ignore_errors=True)
         self._ended.set()
 
     def _report_lacking(self, call: _Call, error: BaseException) -> None:
@@ -358,15 +324,6 @@ def _describe(error: BaseException) -> str:
     except BaseException:  # noqa: BLE001  the class is the library's
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _link(source: str, target: str) -> str:
-    """Link a file, or copy it where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target
 
 
 class ConsoleTracker(Tracker):
@@ -500,13 +457,6 @@ class WandbTracker(Tracker):
             table = self._wandb.Table(columns=columns, data=[[*row.values()] for row in rows])
             self._run.log({"rollouts": table, "step": step})
 
-    def log_checkpoint(self, folder: Path, step: int) -> None:
-        """Log an artifact, a version of `RUN-checkpoint`; wandb copies the files first."""
-        artifact = self._wandb.Artifact(f"{self._run.name}-checkpoint", "model")
-        artifact.metadata = {"step": step}
-        artifact.add_dir(str(folder), policy="mutable")
-        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
-
     def finish(self, outcome: Outcome = "FINISHED") -> None:
         """Upload or write what is buffered, and end the run as finished, failed or killed."""
         self._run.finish(exit_code=_EXIT_CODES[outcome])
@@ -619,11 +569,6 @@ class MlflowTracker(Tracker):
             columns = list(rows[0])
             table = {"columns": columns, "data": [[*row.values()] for row in rows]}
             self._client.log_dict(self._id, table, f"rollouts/step_{step:06d}.json")
-
-    def log_checkpoint(self, folder: Path, step: int) -> None:
-        """Upload the files."""
-        del step  # the folder is named after it
-        self._client.log_artifacts(self._id, str(folder), f"checkpoints/{folder.name}")
 
     def finish(self, outcome: Outcome = "FINISHED") -> None:
         """Mark the run as finished, failed or killed."""

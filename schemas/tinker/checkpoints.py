@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 from pydantic import Field
 
 from ..wire.errors import MessageError
-from ..wire.message import Message, Request
+from ..wire.message import Message
 from .operation import ModelId
 
 MAX_METADATA_BYTES = 4 << 10
@@ -218,12 +218,3 @@ class SessionPage(Message):
     sessions: list[TinkerSession] = Field(default_factory=list[TinkerSession])
     total: int = 0
     """Number of all."""
-
-
-class TakeCheckpoint(Request):
-    """Make a run's checkpoint loadable by Tinker programs."""
-
-    path: str = Field(max_length=200)
-    """`tinker://RUN@STEP`."""
-
-    max_bytes: ClassVar[int] = 1 << 10

@@ -4,7 +4,6 @@ A model is `<session>:train:<number>`, its request `<model>:<sequence number>`. 
 from a request, so polls need no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
 """
 
-import hashlib
 import re
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -18,7 +17,6 @@ _NUMBER = r"0|[1-9][0-9]{0,8}"
 _MODEL = re.compile(rf"({_SESSION}):train:({_NUMBER})")
 _REQUEST = re.compile(rf"({_SESSION}:train:(?:{_NUMBER})):({_NUMBER})")
 _PATH = re.compile(rf"tinker://({_SESSION}:train:(?:{_NUMBER}))/({'|'.join(KINDS)})/(.+)")
-_RUN = re.compile(r"tinker://([A-Za-z0-9][A-Za-z0-9_-]{0,95})@([0-9]{1,12})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_SEQ = 10**9 - 1
 
@@ -30,12 +28,6 @@ def session_name(text: str) -> str:
             f"there is no session {text[:80]!r}", hint="create_session returns a session's id"
         )
     return text
-
-
-def run_in(path: str) -> tuple[str, int] | None:
-    """Return run and step of `tinker://RUN@STEP`; None for another path."""
-    match = _RUN.fullmatch(path)
-    return (match[1], int(match[2])) if match else None
 
 
 def is_path(text: str) -> bool:
@@ -103,13 +95,7 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, path: str) -> "CheckpointName":
-        """Read `tinker://<model>/<kind>/<name>`; raises NotFoundError.
-
-        `tinker://RUN@STEP` is the name of an imported checkpoint of a run.
-        """
-        if (run := run_in(path)) is not None:
-            session = f"run-{hashlib.sha256(run[0].encode()).hexdigest()[:16]}"
-            return cls(ModelName(session, 0), "weights", f"{run[0]}.{run[1]}")
+        """Read `tinker://<model>/<kind>/<name>`; raises NotFoundError."""
         match = _PATH.fullmatch(path)
         if match is None or not _NAME.fullmatch(match[3]):
             raise NotFoundError(

@@ -33,7 +33,7 @@ TASK_CONSUMER = "generators"
 VALIDATION_CONSUMER = "validation"
 SERVICES = ("auth", "scheduler", "node", "gateway")
 """Services of the pool, each with credentials of its own."""
-RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys", "tinker"})
+RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "sys", "tinker"})
 """Names that users cannot have, because subjects, keys and inboxes use them."""
 
 _USER = re.compile(r"[a-z0-9][a-z0-9_]{0,31}")

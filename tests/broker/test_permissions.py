@@ -11,8 +11,6 @@ from tinkermq.broker.client.keys import (
     check_job_key,
     episode_key,
     episode_secret,
-    id_of_invitation,
-    invitation_code,
     job_key,
     key_hash,
     new_api_key,
@@ -35,7 +33,7 @@ from tests.support.permission_matrix import ROLES, TABLE, ask_server, everybody,
 from tests.support.snapshots import assert_snapshot
 
 JOB = "tmq.v1.job.ada.j1"
-GUESTS = ("user", "admin", "invited", "environment", "environment+judge", "program")
+GUESTS = ("user", "admin", "environment", "environment+judge", "program")
 """Who runs code of users."""
 
 
@@ -152,7 +150,7 @@ def test_the_store_proxy_stores_ones_own(guest: Guest, subject: str, stream: str
     assert may_store(guest, subject) == stream
 
 
-# -- API keys, job keys and invitation codes -------------------------------------------------------
+# -- API keys and job keys -------------------------------------------------------------------------
 
 
 IDENTITY = JobIdentity("ada", "01j", "generator", "generator-0", 3)
@@ -188,13 +186,6 @@ def test_a_job_key_stands_for_one_process_and_cannot_be_changed() -> None:
 def test_what_is_no_job_key_stands_for_nobody(text: str) -> None:
     assert read_job_key(text) is None
     assert check_job_key(text, b"secret") is None
-
-
-def test_an_invitation_is_found_by_its_id() -> None:
-    number, code = invitation_code(b"s" * 32, "a request")
-    assert id_of_invitation(code) == number
-    assert id_of_invitation("tmqinv_x_y") is None
-    assert id_of_invitation(new_api_key("ada")) is None
 
 
 EPISODE = EpisodeIdentity("ada", "01j", "generator-0-7-3-0-2")

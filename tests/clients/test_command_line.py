@@ -307,7 +307,6 @@ MAIN = [
     "env new",
     "env check",
     "env play",
-    "env eval",
 ]
 ALONE = ("config ", "env check ", "env new ", "agent new ")
 """What these begin with needs no pool; nor does what is only tried (`--dry-run`, `--gold`)."""

@@ -19,7 +19,7 @@ from tinkermq.clients import (
     run_inference,
 )
 from tinkermq.clients.base import JobAddress, parse_broker_url, parse_server_url
-from tinkermq.clients.cli.evaluation import Progress, print_report, resolve_served
+from tinkermq.clients.cli.evaluation import Progress, find_served, print_report
 from tinkermq.clients.cli.serving import _print_served
 from tinkermq.clients.home import Home, StackState, find_openai
 from tinkermq.clients.inference.inference_client import (
@@ -111,7 +111,7 @@ async def test_a_run_comes_before_a_folder_of_its_name_unless_that_is_named_as_o
     pool = Pool(broker)
     assert (await find_source(pool, ended.name)).fork_of == f"{ended.job}@last"
     assert (await find_source(pool, f"./{ended.name}")).fork_of is None
-    _, env = await resolve_served(pool, ended.name)
+    _, env = await find_served(pool, ended.name)
     assert env == ended.config["env"]
     model_folder(tmp_path / "no-run", max_position_embeddings=512)
     assert (await find_source(pool, "no-run")).fork_of is None

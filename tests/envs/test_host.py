@@ -24,6 +24,7 @@ from tinkermq.schemas.wire.errors import (
     GameError,
     MessageError,
     NotFoundError,
+    ReleaseError,
     SandboxError,
     StateError,
 )
@@ -213,13 +214,21 @@ async def test_a_stopping_host_does_not_wait_for_ever(broker, scope):
             await client.running
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa1v\x02"])
-async def test_malformed_requests_get_an_error_reply_and_harm_nothing(broker, scope, payload):
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        *((payload, MessageError) for payload in (b"", b"\xc1", b"\x93\x01\x02\x03")),
+        (b"\x81\xa1v\x02", ReleaseError),
+    ],
+)
+async def test_malformed_requests_get_an_error_reply_and_harm_nothing(
+    broker, scope, payload, error
+):
     async with hosting(broker, scope) as client:
         await client.reset("a")
         for subject in (scope.env_reset, scope.env(client.host.name, "step"), scope.env_describe):
             reply = await broker.request(subject, payload)
-            assert reply.headers["Nats-Service-Error-Code"] == MessageError.code
+            assert reply.headers["Nats-Service-Error-Code"] == error.code
         assert await client.play_to_the_end("a") == 3
 
 

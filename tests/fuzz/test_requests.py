@@ -350,9 +350,8 @@ async def fuzz_users(pool: SecuredPool, topic: Topic, count: int) -> None:
     schemas, hostile = Schemas(rng, {"limit": (1, 5), "user": ("nobody_here",)}), Hostile(rng)
     brokers = {name: await pool.user(name) for name in ("ada", "root")}
     brokers["node"] = await pool.service("node")
-    if ".invited." in topic.subject or ".node." in topic.subject:
-        brokers = {name: brokers["node"] if "node" in topic.subject else await pool.service("auth")
-                   for name in ("node",)}  # fmt: skip
+    if ".node." in topic.subject:
+        brokers = {"node": brokers["node"]}
     for number in range(count):
         name, broker = rng.choice(list(brokers.items()))
         if name == "node" and "<u>" in topic.subject:

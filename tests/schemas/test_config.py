@@ -262,7 +262,7 @@ def test_a_generator_begins_no_more_episodes_of_programs_than_have_a_place() -> 
 
 def test_what_is_trained_is_a_word_or_a_pattern() -> None:
     assert load_config(None, LEAST_AGENT).agent.train == "all"
-    for known in ("all", "main", "alive", "/a|b/", "not /Write a title/"):
+    for known in ("all", "main", "/a|b/", "not /Write a title/"):
         assert load_config(None, [*LEAST_AGENT, f"agent.train={known}"]).agent.train == known
 
 

@@ -101,16 +101,11 @@ def test_wandb_offline_keeps_the_run_in_the_folder(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    checkpoint = tmp_path / "step_000001"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
     tracker = make("wandb-offline", tmp_path / "run")
     tracker.log_config({"seed": 3})
     tracker.log({"training_step_reward": 0.5}, 2)
     tracker.log({"val/mean_score": 0.25}, 1)  # told late
     tracker.log_episodes(ROWS, 2)
-    tracker.log_checkpoint(checkpoint, 1)
-    (checkpoint / "config.json").unlink()
     tracker.finish()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-job-1.wandb")
     records = read_wandb(file)
@@ -125,7 +120,7 @@ def test_wandb_offline_keeps_the_run_in_the_folder(
     ]
     assert {"val/mean_score": "0.25", "step": "1"}.items() <= items[1].items()
     assert any("table-file" in json.dumps(one) for one in items)
-    assert any("job-1" in str(one) or "run-a-checkpoint" in str(one) for one in records)
+    assert any("job-1" in str(one) for one in records)
 
 
 def read_wandb(file: Path) -> list[Any]:
@@ -336,9 +331,6 @@ class Faulty(Tracker):
     def log_episodes(self, rows: Any, step: int) -> None:
         self._do("episodes", step)
 
-    def log_checkpoint(self, folder: Path, step: int) -> None:
-        self._do("checkpoint", sorted(path.name for path in folder.iterdir()))
-
     def finish(self, outcome: Outcome = "FINISHED") -> None:
         self._do("finish", None)
 
@@ -367,9 +359,9 @@ FAULTS = [
 ]
 
 
-def guard(library: Faulty, folder: Path, **options: Any) -> GuardedTracker:
+def guard(library: Faulty, **options: Any) -> GuardedTracker:
     patient = {"ends_s": PATIENCE_S, "opens_s": PATIENCE_S}
-    return GuardedTracker("lib", library.open, folder / "held", **{**patient, **options})
+    return GuardedTracker("lib", library.open, **{**patient, **options})
 
 
 def log_steps(tracker: GuardedTracker, *steps: int) -> list[TrackerEvent]:
@@ -384,7 +376,7 @@ def test_whatever_a_tracker_raises_it_is_left_out_and_told_once(
     fault: BaseException, tmp_path: Path
 ) -> None:
     gate = Event()
-    tracker = guard(Faulty(log=[gate, *[fault] * 100]), tmp_path)
+    tracker = guard(Faulty(log=[gate, *[fault] * 100]))
     for step in range(4):
         tracker.log({"a": 1.0, "b": 2.0}, step)
     gate.set()
@@ -400,7 +392,7 @@ def test_whatever_a_tracker_raises_it_is_left_out_and_told_once(
 def test_a_tracker_that_hangs_holds_nobody(where: str, tmp_path: Path) -> None:
     release = Event()
     faults: dict[str, list[Any]] = {where: [release]}
-    tracker = guard(Faulty(**faults), tmp_path, opens_s=0.05, ends_s=0.2)
+    tracker = guard(Faulty(**faults), opens_s=0.05, ends_s=0.2)
     (news,) = log_steps(tracker, 1, 2)
     release.set()
     assert news.kind == "tracker_lost"
@@ -410,7 +402,7 @@ def test_a_tracker_that_hangs_holds_nobody(where: str, tmp_path: Path) -> None:
 
 def test_a_tracker_that_hangs_in_a_long_run_is_left_out_in_the_middle(tmp_path: Path) -> None:
     release = Event()
-    tracker, news = guard(Faulty(log=[release]), tmp_path, hangs_s=0.1), list[TrackerEvent]()
+    tracker, news = guard(Faulty(log=[release]), hangs_s=0.1), list[TrackerEvent]()
     step = 0
     while not news:
         tracker.log({"a": 1.0}, step := step + 1)
@@ -428,7 +420,7 @@ def test_a_tracker_that_hangs_in_a_long_run_is_left_out_in_the_middle(tmp_path: 
 def test_a_tracker_that_cannot_be_opened_is_told_and_left_out(
     fault: BaseException, tmp_path: Path
 ) -> None:
-    (news,) = log_steps(guard(Faulty(open=[fault] * 100), tmp_path), 1)
+    (news,) = log_steps(guard(Faulty(open=[fault] * 100)), 1)
     assert news.kind == "tracker_lost"
 
 
@@ -437,44 +429,25 @@ def test_a_mistake_refuses_a_run_at_its_start_and_never_ends_one_that_goes_on(
 ) -> None:
     mistake = ConfigError("no key", hint="set one")
     with pytest.raises(ConfigError, match="no key"):
-        guard(Faulty(open=[mistake]), tmp_path)
-    (news,) = log_steps(guard(Faulty(open=[mistake]), tmp_path, refuses=False), 7)
+        guard(Faulty(open=[mistake]))
+    (news,) = log_steps(guard(Faulty(open=[mistake]), refuses=False), 7)
     assert news.kind == "tracker_lost"
     assert "no key" in news.message
 
 
-@pytest.mark.parametrize("what", ["config", "episodes", "checkpoint"])
+@pytest.mark.parametrize("what", ["config", "episodes"])
 def test_a_tracker_that_refuses_something_else_is_told_numbers_nevertheless(
     what: str, tmp_path: Path
 ) -> None:
     library = Faulty(**{what: [ValueError("no such thing")] * 6})
-    tracker = guard(library, tmp_path)
-    folder = tmp_path / "step_000001"
-    folder.mkdir()
+    tracker = guard(library)
     for step in (1, 2):
         tracker.log_config({"seed": 3})
         tracker.log_episodes(ROWS, step)
-        tracker.log_checkpoint(folder, step)
     news = log_steps(tracker, 1, 2)
     assert "tracker_lost" not in [one.kind for one in news]
     assert [step for name, step in library.told if name == "log"] == [1, 2]
     assert any("no such thing" in one.message for one in news)
-
-
-def test_a_checkpoint_may_be_removed_while_a_tracker_keeps_it(tmp_path: Path) -> None:
-    release = Event()
-    library = Faulty(log=[release])
-    tracker = guard(library, tmp_path)
-    folder = tmp_path / "step_000001"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    tracker.log({}, 1)
-    tracker.log_checkpoint(folder, 1)
-    shutil.rmtree(folder)
-    release.set()
-    tracker.finish()
-    assert ("checkpoint", ["config.json"]) in library.told
-    assert not (tmp_path / "held").exists()
 
 
 @OF_TENSORBOARD

@@ -18,8 +18,6 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
 from tinkermq.broker.client.keys import (
     JobIdentity,
-    id_of_invitation,
-    invitation_code,
     job_key,
     new_api_key,
     read_job_key,
@@ -495,7 +493,7 @@ def _assert_no_line_break_passes(pattern: str) -> None:
 
 @pytest.mark.parametrize("more", BREAKS)
 def test_no_name_key_or_number_takes_a_line_break(more: str) -> None:
-    key, (_, code) = new_api_key("ada"), invitation_code(b"s" * 32, "a request")
+    key = new_api_key("ada")
     process = job_key(JobIdentity("ada", "j", "learner", "learner", 1), b"s")
     for text in (f"ada{more}", f"{more}ada"):
         for check in (lambda one: token(one, what="user"), user_name):
@@ -504,7 +502,6 @@ def test_no_name_key_or_number_takes_a_line_break(more: str) -> None:
     for text in (key.replace("ada", f"ada{more}"), key + more):
         with pytest.raises(TinkermqError):
             user_of_key(text)
-    assert id_of_invitation(code + more) is None
     assert read_job_key(process.replace(".j.", f".j{more}.")) is None
     with pytest.raises(TinkermqError):
         number_of(f"a.b.1{more}")

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -113,22 +112,6 @@ class Snoop(BanditGame):
     def step(self, action: str) -> StepResult:
         came_off = self.came_off()
         return StepResult(f"{came_off} came off", float(came_off), done=True)
-
-
-class TellingSnoop(Snoop):
-    """Fails with how many of its tries came off."""
-
-    def step(self, action: str) -> StepResult:
-        raise ValueError(f"{self.came_off()} came off")
-
-
-class EndsItsProcess(BanditGame):
-    """Ends the process that plays it."""
-
-    def step(self, action: str) -> StepResult:
-        """End, having said something."""
-        print("so long", flush=True)
-        os._exit(0)
 
 
 def command_of(environ: Path) -> bytes:

@@ -20,7 +20,6 @@ from tinkermq.broker.permissions import (
     Permissions,
     admin_permissions,
     episode_permissions,
-    invited_permissions,
     job_permissions,
     service_permissions,
     user_permissions,
@@ -45,7 +44,7 @@ WILDCARDS = (
     *("tmq.v1.as.*.ada.>", "tmq.v1.node.>", "tmq.v1.job.ada.*.store.>", "tmq.v1.job.ada.*.ctl.>"),
     *("$SRV.>", "$SRV.PING", "$KV.>", "$KV.tmq-evals.>", "$O.>", "$JS.>", "$SYS.>"),
     *("_INBOX.>", "_INBOX_ada.>", "_INBOX_bob.>", "_INBOX_job.>", "_INBOX_job.ada.>"),
-    *("_INBOX_scheduler.>", "_INBOX_invited.>", "_INBOX_invited.x.>", "_INBOX_tinker.ada.>"),
+    *("_INBOX_scheduler.>", "_INBOX_tinker.ada.>"),
 )
 _API = (
     *("STREAM.INFO.{}", "STREAM.CREATE.{}", "STREAM.UPDATE.{}", "STREAM.DELETE.{}"),
@@ -143,9 +142,8 @@ def all_subjects() -> list[str]:
         *(f"$JS.API.{verb.format(names.STREAM_AUDIT)}" for verb in _API),
         *(names.AUDIT, names.REFUSALS, "$SYS.REQ.USER.AUTH", "$SRV.PING", "_INBOX.x"),
         *("$KV.tmq-users.user.ada", "$KV.tmq-nodes.n", "$KV.tmq-actors.pool.n"),
-        *(f"_INBOX_{name}.x" for name in (*names.SERVICES, "root", "invited", "invited.x")),
+        *(f"_INBOX_{name}.x" for name in (*names.SERVICES, "root")),
         *(names.node("n", verb) for verb in ("sync", "status", "remove")),
-        *(rpc(user, "users", "register") for user in ("invited", "ada")),
         *(rpc("node", service, verb) for service, verb in (("keys", "job"), ("secrets", "open"))),
         *(rpc("gateway", "tinker-j1", verb) for verb in ("fetch", "export", "submit")),
         *(rpc("ada", "scheduler", verb) for verb in ("weights-room", "tinker-usage")),
@@ -182,7 +180,6 @@ def everybody() -> dict[str, Permissions]:
     return {
         "user": user_permissions("ada"),
         "admin": admin_permissions("root"),
-        "invited": invited_permissions("_INBOX_invited.x"),
         **{role: process(role) for role in ROLES},
         "server+follow": process("server", follow="j2"),
         "environment+judge": process("environment", judge="j2"),

@@ -3,17 +3,15 @@
 A policy that does not look names the right one of three shapes one time in three.
 """
 
-import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
-from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
-from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.envs.games.geo3k import Geo3KToolGame, make_data
+from tinkermq.schemas.wire.images import with_data_urls
 
-from tests.actors.gateway.http import serving
+from tests.actors.gateway.http import openai_client
 from tests.support.configs import example, small_job
 from tests.support.images import IMAGE_ID
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
@@ -91,13 +89,17 @@ async def test_tries_with_feedback_are_trained_replayed_and_served_with_their_dr
             f"{job.record.name}@3", config={"output_dir": str(tmp_path)}
         )
         report = await run_inference_async(served["vllm_server_url"], **played, token_ids=True)
-        async with serving(stack.broker) as url:
-            endpoint = await asyncio.to_thread(Endpoint.find, url, served["name"])
-            options = PlayOptions(**played, max_turns=3, max_tokens_per_turn=12)
-            over_http = await play_with_endpoint(endpoint, options)
+        async with openai_client(stack.broker) as openai:
+            for result in report.results:
+                *_, last = (n for n, m in enumerate(result.messages) if m["role"] == "assistant")
+                chat = await openai.chat.completions.create(
+                    model=served["name"],
+                    messages=cast("Any", with_data_urls(result.messages[:last])),
+                    max_tokens=12,
+                    temperature=0,
+                )
+                assert chat.choices[0].message.content == result.messages[last]["content"]
         await client.cancel_job(served["job_id"])
-    assert {result.error for result in [*report.results, *over_http.results]} == {None}
+    assert {result.error for result in report.results} == {None}
     for result in report.results:
         assert (result.token_ids or []).count(IMAGE_ID) == 4
-    greedy = {result.task: result.messages for result in report.results}
-    assert {result.task: result.messages for result in over_http.results} == greedy

@@ -93,30 +93,6 @@ async def test_a_run_begins_with_it_and_it_is_evaluated_on_the_game_of_that_run(
     assert told.code == 0, told.out + told.err
 
 
-async def test_a_checkpoint_of_a_run_is_loaded_into_a_session(service: TinkerService) -> None:
-    config = small_job(service.folder / BASE, training={"num_steps": 2}, lora={"rank": 4})
-    config |= {"output_dir": str(service.folder / "runs"), "name": "origin"}
-    file = service.folder / "lora.yaml"
-    file.write_text(json.dumps(config))
-    begun = await run(service, "train", str(file), "--json")
-    assert begun.code == 0, begun.out[-500:] + begun.err
-    folder = service.folder / "runs" / "origin" / "checkpoints" / "step_000002"
-    ids = list(range(20, 40))
-    base = cast("Any", AutoModelForCausalLM).from_pretrained(service.folder / BASE)
-    adapted = PeftModel.from_pretrained(base, str(folder))
-    with torch.no_grad():
-        logits = adapted(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(logits[at, token]) for at, token in enumerate(ids[1:])]
-    program = str(PROGRAMS / "from_run.py")
-    words = (program, "tinker://origin@2", json.dumps(ids), json.dumps(expected))
-    told = await SdkProgram.start("newest", service.gateway.url, service.folder, *words).done()
-    assert "all well" in told
-    missing = await SdkProgram.start(
-        "newest", service.gateway.url, service.folder, program, "tinker://origin@7", "[]", "[]"
-    ).failed()
-    assert "'origin' has no checkpoint of step 7" in missing
-
-
 async def test_what_is_not_there_is_said(service: TinkerService, path: str) -> None:
     missing = path.replace("/end", "/other")
     for words in (

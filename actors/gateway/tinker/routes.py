@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from ....schemas.tinker import sampling
 from ....schemas.tinker.checkpoints import TellSession
-from ....schemas.tinker.names import ModelName, OperationName, session_name
+from ....schemas.tinker.names import CheckpointName, ModelName, OperationName, session_name
 from ....schemas.tinker.operation import AwaitResult, ModelOperation, OperationKind
 from ....schemas.wire import errors
 from ..sessions import Visitor
@@ -153,12 +153,12 @@ class TinkerApi:
         if body.get("model_id") is not None:
             number = requests.name_of_json(body)
             try:
-                await self._trainers.source(visitor.broker, path)
+                CheckpointName.parse(path)
             except errors.NotFoundError:
                 await self._submit(visitor, "load_weights", number, _NOTHING)
                 raise
             return await self._submit(visitor, "load_weights", number, raw)
-        source = await self._trainers.source(visitor.broker, path)
+        source = CheckpointName.parse(path)
         name = OperationName(requests.new_model(body), 0)
         job = await self._trainers.job_of_checkpoint(visitor.broker, source)
         return await self._submit(visitor, "load_weights", name, raw, job=job)
@@ -188,7 +188,7 @@ class TinkerApi:
     async def weights_info(self, request: Request) -> Response:
         """Return information about a checkpoint."""
         visitor, _, body = await requests.visitor_and_body(request)
-        name = await self._trainers.source(visitor.broker, requests.text_in(body, "tinker_path"))
+        name = CheckpointName.parse(requests.text_in(body, "tinker_path"))
         info = await self._trainers.checkpoint(visitor.broker, name)
         return JSONResponse(
             {
@@ -273,7 +273,7 @@ class TinkerApi:
         )
         session = requests.text_in(body, "session_id")
         if body.get("model_path") is not None:
-            path = await self._trainers.source(visitor.broker, requests.text_in(body, "model_path"))
+            path = CheckpointName.parse(requests.text_in(body, "model_path"))
             await self._trainers.checkpoint(visitor.broker, path)
             name = sampling.SamplerName.of_checkpoint(session, number, path)
         else:

@@ -32,7 +32,7 @@ from ....schemas.tinker.checkpoints import (
     TinkerSession,
     TrainingRun,
 )
-from ....schemas.tinker.names import CheckpointName, ModelName, run_in
+from ....schemas.tinker.names import CheckpointName, ModelName
 from ....schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
@@ -128,12 +128,6 @@ class Trainers:
     async def info(self, broker: Broker, model: ModelName, job: str) -> ModelInfo:
         """Return a trainer's information about a model; raises NotFoundError."""
         return await self.ask(broker, job, "info", AboutModel(model=str(model)), ModelInfo)
-
-    async def source(self, broker: Broker, path: str) -> CheckpointName:
-        """Return the name of a checkpoint, and import it if it is one of a run, `RUN@STEP`."""
-        if run_in(path) is not None:
-            await SchedulerCalls(broker).take_checkpoint(path)
-        return CheckpointName.parse(path)
 
     async def checkpoint(self, broker: Broker, name: CheckpointName) -> ModelInfo:
         """Return information about a checkpoint that a user may read; raises NotFoundError."""

@@ -170,25 +170,6 @@ class JobChecks:
             _combine(name, subject, nodes, replies) for name, subject in subjects.items() if subject
         ]
 
-    async def nodes_with_inputs(self, record: JobRecord, config: JobConfig) -> list[str]:
-        """Return the nodes that have a job's data and its game; raises DataError or GameError."""
-        nodes = self._reconciler.nodes()
-        files = [*config.env.train_data, *config.env.val_data]
-        question = LookQuestion(files=files, game=str(config.env.game), user=record.user)
-        replies = await self._ask_nodes(nodes, "look", question)
-        names = [
-            node for node, results in replies if results and all(result.ok for result in results)
-        ]
-        if names:
-            return names
-        for result in await self._check_inputs(record, config, nodes):
-            if not result.ok:
-                raise result.error()
-        raise errors.GameError(
-            f"no node has both game {config.env.game} and its data, as far as they could say",
-            hint="`tinkermq train FILE --dry-run` shows what each of them lacks",
-        )
-
     async def nodes_with_model(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have the model of a job, if its owner may know of it."""
         reader = self.reader(record)

@@ -8,9 +8,7 @@ to the job's own folder before anything reads it.
 import asyncio
 import contextlib
 import itertools
-import os
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote
@@ -24,10 +22,8 @@ from ....schemas.config.load_config import parse_config, with_changes
 from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.local.folder import Folder
-from ....schemas.tinker.names import CheckpointName, is_path, run_in
-from ....schemas.tinker.operation import ModelInfo
+from ....schemas.tinker.names import CheckpointName, is_path
 from ....schemas.wire import errors
-from ...policy.lora import config_of
 from ...storage.access import without_tilde
 from ...storage.adapters import base_of, is_adapter
 from ...storage.checkpoints import (
@@ -42,7 +38,6 @@ from ...storage.stores import Stores
 from ...storage.tinker_checkpoints import (
     TINKER_FOLDER,
     CheckpointFolders,
-    StoredCheckpoint,
     missing,
 )
 from ..jobs.view import JobsView
@@ -387,36 +382,6 @@ class Origins:
             )
         return record
 
-    async def copy_checkpoint(self, user: str, path: str) -> ModelInfo:
-        """Copy a checkpoint of a user's run to the service with its base model.
-
-        Raises NotFoundError; ConfigError for a path without a run, or for a run without an adapter;
-        QuotaError.
-        """
-        run = run_in(path)
-        if run is None:
-            raise errors.ConfigError(
-                f"{path[:200]!r} does not name a checkpoint of a run",
-                hint="write tinker://RUN@STEP, such as tinker://my-run@40",
-            )
-        source, folder = await self._find(user, f"{run[0]}@{run[1]}")
-        if is_url(folder):
-            raise errors.ConfigError(
-                f"{source} is in a store ({folder}), and services for Tinker read folders",
-                hint="train the run without storage.url, on machines that share a disk",
-            )
-        if not is_adapter(folder):
-            raise errors.ConfigError(
-                f"{source} holds all weights of a model, and programs for Tinker train adapters",
-                hint="train the run with lora.rank",
-            )
-        services = [
-            (record, self._view.config(record))
-            for record in self._view.live.values()
-            if record.kind == "tinker" and record.run_dir
-        ]
-        return await asyncio.to_thread(_copy_to_service, Path(folder), services, user, path)
-
     async def _find(self, user: str, source: str) -> tuple[str, str]:
         """Return the full name of a checkpoint, and its folder."""
         if is_path(source):
@@ -455,90 +420,6 @@ class Origins:
 def begins_with(record: JobRecord) -> str:
     """Return the model folder of a job that starts from a checkpoint's weights only."""
     return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
-
-
-# -- checkpoints of runs, copied to the Tinker service with their base model -----------------------
-
-_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
-_MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-_UNEMBED = frozenset({"lm_head"})
-
-
-def _copy_to_service(
-    folder: Path, services: Iterable[tuple[JobRecord, JobConfig]], user: str, path: str
-) -> ModelInfo:
-    """Copy an adapter's folder to the run folder of the service with its base model.
-
-    Returns its description; an existing copy is kept. Raises NotFoundError if no service has the
-    base, QuotaError, StorageError.
-    """
-    base = os.path.realpath(base_of(folder))
-    for service, config in services:
-        if os.path.realpath(config.model.path) == base:
-            return _copy_checkpoint(folder, service, config, user, path)
-    raise errors.NotFoundError(
-        f"no service for the Tinker API has the base model of {path}, {base}",
-        hint=f"an admin starts one: `tinkermq tinker up --model NAME={base}`",
-    )
-
-
-def _copy_checkpoint(
-    folder: Path, service: JobRecord, config: JobConfig, user: str, path: str
-) -> ModelInfo:
-    name = CheckpointName.parse(path)
-    folders = CheckpointFolders(Path(service.run_dir) / TINKER_FOLDER)
-    known = folders.read(user, name)
-    if known is not None and known.is_there(time.time()):
-        return known.info
-    with Folder(folder) as folder_handle:
-        size = sum(entry.num_bytes for entry in folder_handle.files())
-    used = folders.size_of(user)
-    if used + size > config.tinker.checkpoint_mb << 20:
-        raise errors.QuotaError(
-            f"the checkpoints of user {user!r} have {used:,} bytes; {size:,} more are over the "
-            f"limit of {config.tinker.checkpoint_mb} MiB (tinker.checkpoint_mb)",
-            hint="delete some",
-        )
-    stored = StoredCheckpoint(
-        user=user,
-        name=name,
-        place=folders.place_of(user, name),
-        info=_model_info(folder, config, name),
-        seq=0,
-        time=time.time(),
-        size_bytes=size,
-    )
-    seq = stored.folder.name
-    try:
-        with Folder(folder.parent) as run, Folder(stored.place, make=True) as place:
-            place.remove(seq)  # left by an interrupted copy
-            run.copy(folder.name, place, seq, leave_out=["learner"])
-    except OSError as error:
-        raise errors.StorageError(
-            f"{folder} cannot be copied to {stored.folder}: {error}", hint="check the pool's disk"
-        ) from error
-    folders.commit(stored)
-    return stored.info
-
-
-def _model_info(folder: Path, config: JobConfig, name: CheckpointName) -> ModelInfo:
-    lora = config_of(folder)
-    targets = {lora.targets} if isinstance(lora.targets, str) else set(lora.targets)
-    last = {target.rpartition(".")[2] for target in targets}
-    return ModelInfo(
-        model=str(name.model),
-        base=config.tinker.base,
-        folder=config.model.path,
-        arch="",
-        rank=lora.max_rank,
-        train_attn=_adapts_any(last, _ATTENTION),
-        train_mlp=_adapts_any(last, _MLP),
-        train_unembed=_adapts_any(last, _UNEMBED),
-    )
-
-
-def _adapts_any(targets: Collection[str], layers: frozenset[str]) -> bool:
-    return "all-linear" in targets or not layers.isdisjoint(targets)
 
 
 # -- changes of the configuration at a resume (pure) -----------------------------------------------

@@ -34,7 +34,6 @@ from tinkermq.schemas.user import (
     AddUser,
     AuditList,
     AuditRequest,
-    Invite,
     JobKeyRequest,
     NameUser,
     NewKey,
@@ -415,7 +414,6 @@ async def test_users_cannot_manage_users(pool: SecuredPool, job: JobScope, mallo
         ("rotate", RotateKey(user="ada"), NewKey),
         ("revoke", NameUser(user="ada"), UserReply),
         ("quota", SetQuota(user="mallory", max_slots=-1), UserReply),
-        ("invite", Invite(), NewKey),
         ("audit", AuditRequest(), AuditList),
     ):
         with pytest.raises(AuthError, match="may not do this"):

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.auth.connections import OF_INVITATION
 from tinkermq.actors.scheduler.jobs.states import ADMINS_BYTES, USERS_BYTES
 from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker, connect
@@ -29,10 +28,8 @@ from tinkermq.schemas.user import (
     AuditList,
     AuditRecord,
     AuditRequest,
-    Invite,
     NameUser,
     NewKey,
-    Register,
     RotateKey,
     SetQuota,
     UserList,
@@ -53,7 +50,7 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 
 from tests.actors.auth.submitting import submitted
-from tests.support.secured import SecuredPool, environment, refused_listen
+from tests.support.secured import SecuredPool, environment
 from tests.support.strategies import make_group
 from tests.support.waiting import PATIENCE_S, eventually, until
 
@@ -206,7 +203,7 @@ async def test_names_that_mean_something_else_are_refused(pool: SecuredPool) -> 
 
 async def test_a_request_that_comes_again_makes_no_second_key(pool: SecuredPool) -> None:
     root = await pool.user("root")
-    added, invited = AddUser(user="twice"), Invite(uses=1)
+    added = AddUser(user="twice")
     made = await ask_users(root, "add", added, NewKey)
     assert await ask_users(root, "add", added, NewKey) == made
     with pytest.raises(ConflictError, match="already"):
@@ -216,65 +213,8 @@ async def test_a_request_that_comes_again_makes_no_second_key(pool: SecuredPool)
     assert fresh.secret != made.secret
     await pool.connected(fresh.secret)
     assert await ask_users(root, "rotate", rotated, NewKey) == fresh
-    code = await ask_users(root, "invite", invited, NewKey)
-    assert await ask_users(root, "invite", invited, NewKey) == code
-    guest = await pool.connected(code.secret)
-    registered = Register(code=code.secret, user="once")
-    key = await ask_users(guest, "register", registered, NewKey)
-    assert await ask_users(guest, "register", registered, NewKey) == key
-    with pytest.raises(ConflictError, match="already"):
-        await ask_users(guest, "register", Register(code=code.secret, user="once"), NewKey)
-    for one in (fresh, key):
-        told = await ask_users(await pool.connected(one.secret), "me", Empty(), UserReply)
-        assert told.user.user == one.user
-
-
-async def test_who_has_the_same_invitation_hears_no_key_of_another(pool: SecuredPool) -> None:
-    root = await pool.user("root")
-    code = (await ask_users(root, "invite", Invite(uses=2), NewKey)).secret
-    mallory, guest = await pool.connected(code), await pool.connected(code)
-    for subject in ("_INBOX_invited.>", "_INBOX_invited.*.>", f"{guest.inbox_prefix}.>"):
-        await refused_listen(mallory, subject)
-    await ask_users(guest, "register", Register(code=code, user="hal"), NewKey)
-
-
-async def test_connections_with_one_invitation_are_bounded(pool: SecuredPool) -> None:
-    root = await pool.user("root")
-    code, other = [
-        (await ask_users(root, "invite", Invite(uses=1), NewKey)).secret for _ in range(2)
-    ]
-    most = OF_INVITATION.max_connections
-    assert most is not None
-    for _ in range(most):
-        await pool.connected(code)
-
-    async def refused() -> bool:  # those that come while the list is read are counted by the next
-        try:
-            await pool.connected(code)
-        except LogInRefusedError:
-            return True
-        return False
-
-    await eventually(refused, "a further connection to be refused")
-    await pool.connected(other)
-
-
-async def test_who_has_an_invitation_may_register_and_nothing_else(pool: SecuredPool) -> None:
-    root = await pool.user("root")
-    code = (await ask_users(root, "invite", Invite(uses=1, max_slots=2), NewKey)).secret
-    guest = await pool.connected(code)
-    with pytest.raises(BrokerError, match="may not publish"):
-        await ask_users(guest, "list", Empty(), UserList)
-    with pytest.raises(ConflictError):
-        await ask_users(guest, "register", Register(code=code, user="root"), NewKey)
-    key = (await ask_users(guest, "register", Register(code=code, user="zoe"), NewKey)).secret
-    told = (await ask_users(await pool.connected(key), "me", Empty(), UserReply)).user
-    assert (told.role, told.max_slots) == ("user", 2)
-    with pytest.raises(AuthError, match="used up"):
-        await ask_users(guest, "register", Register(code=code, user="zoe2"), NewKey)
-    with pytest.raises(BrokerError, match=rf"{REFUSED}: the invitation is .*used up") as spent:
-        await connect(pool.server.url, name="test", api_key=code)
-    assert "tinkermq user invite" in spent.value.hint
+    told = await ask_users(await pool.connected(fresh.secret), "me", Empty(), UserReply)
+    assert told.user.user == "twice"
 
 
 async def test_the_key_of_a_process_is_worth_something_while_its_job_has_it(

@@ -14,7 +14,7 @@ import pytest_asyncio
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.client.login import AS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
+from tinkermq.broker.client.login import AS_VARIABLE, KEY_VARIABLE
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.clients import SchedulerClient
 from tinkermq.schemas.local.process import die_with
@@ -41,7 +41,7 @@ async def by_hand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ByH
     folder = tmp_path_factory.mktemp("by-hand")
     async with secured(folder) as pool:
         await create_shared(await pool.service("scheduler"))
-        of_admin = {KEY_VARIABLE: pool.admin_key, AS_VARIABLE: "ada", INVITATION_VARIABLE: "i"}
+        of_admin = {KEY_VARIABLE: pool.admin_key, AS_VARIABLE: "ada"}
         async with AsyncExitStack() as stack:
             with environment(**of_admin):
                 running = run_gateway(pool.server.url, folder)
@@ -102,7 +102,7 @@ async def test_clients_refuse_an_empty_key_instead_of_that_of_the_environment(
 
 
 async def test_the_broker_lets_nobody_in_with_an_empty_key(by_hand: ByHand) -> None:
-    for user in ("root", "job", "invited", "gateway", ""):
+    for user in ("root", "job", "gateway", ""):
         client = Client()
         with pytest.raises(NatsError):
             await client.connect(

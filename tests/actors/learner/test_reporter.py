@@ -47,7 +47,7 @@ def steps_in(folder: Path) -> list[int]:
 async def test_a_dead_tracker_is_one_event_and_the_runs_own_file_is_whole(
     broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:
-    dead = GuardedTracker("wandb", Dead, tmp_path / "held")
+    dead = GuardedTracker("wandb", Dead)
     reporter = await reporter_of(broker, scope, [JsonlTracker(tmp_path), dead])
     for step in range(1, 6):
         await reporter.log_evaluation(step, {"val/mean_score": 0.5})

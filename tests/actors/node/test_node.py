@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 from tinkermq.actors.gpus import Gpus, find_gpus
 from tinkermq.actors.node.checks import (
-    MAX_CONFIG_BYTES,
-    EnvCheckRunner,
     FileChecks,
     ModelChecks,
     check_files_now,
 )
-from tinkermq.actors.node.children import ActorStarter, programs
+from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.policy.model_folder import check_model_is_here
@@ -38,7 +36,6 @@ from tinkermq.schemas.node import (
     ModelQuestion,
     NodeStatus,
     NodeSync,
-    PlayQuestion,
     RemoveRun,
     WantedActor,
 )
@@ -403,68 +400,6 @@ def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [found] = check_files_now(LookQuestion(game=target)).results
     assert found.ok
     assert found.detail.startswith(f"{target}: ")
-
-
-def question(game: str, folder: Path, **kwargs: object) -> PlayQuestion:
-    """Return a question for a game of a job that would have its run below `folder`."""
-    wanted = {"user": "ada", "job": "tried", "name": "environment-0", "role": "environment"}
-    return PlayQuestion(
-        wanted=WantedActor.model_validate({**wanted, "run_dir": str(folder / "run")}),
-        env={"game": f"tests.support.games:{game}", "kwargs": kwargs},
-    )
-
-
-def told_of(folder: Path) -> list[Path]:
-    """Return the processes that were given a question with this folder."""
-    found: list[Path] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if str(folder).encode() in (process / "environ").read_bytes():
-                found.append(process)
-    return found
-
-
-@pytest.fixture
-def games() -> EnvCheckRunner:
-    return EnvCheckRunner(ActorStarter())
-
-
-async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
-    tmp_path: Path,
-) -> None:
-    games = EnvCheckRunner(ActorStarter(), play_s=3.0)
-    playing = asyncio.create_task(
-        games.answer(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
-    )
-    await until(lambda: bool(told_of(tmp_path)), "the game to be played")
-    answer = await playing
-    assert "was not played within 3 s" in answer.results[-1].detail
-    assert not told_of(tmp_path)
-
-
-async def test_a_node_plays_one_game_at_a_time(games: EnvCheckRunner, tmp_path: Path) -> None:
-    one = question("SlowBandit", tmp_path, delay_s=0.001)
-    first, second = await asyncio.gather(games.answer(one), games.answer(one))
-    assert first.results
-    assert all(check.ok for check in first.results)
-    assert not second.done
-    assert (await games.answer(one)).done
-
-
-async def test_a_configuration_that_no_process_can_be_given_is_refused(
-    games: EnvCheckRunner, tmp_path: Path
-) -> None:
-    answer = await games.answer(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
-    [result] = answer.results
-    assert "nodes check games of 98,304 at most" in result.detail
-
-
-async def test_environment_hosts_alone_play(games: EnvCheckRunner, tmp_path: Path) -> None:
-    asked = question("SlowBandit", tmp_path)
-    as_learner = asked.wanted.model_copy(update={"role": "learner"})
-    answer = await games.answer(asked.model_copy(update={"wanted": as_learner}))
-    [result] = answer.results
-    assert (result.ok, result.detail) == (False, "only environment hosts play games")
 
 
 # -- Whether a node can have a model: folders, names of the hub, a hub that does not answer --------

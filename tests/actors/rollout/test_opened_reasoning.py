@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.actors.rollout.template_facts import as_read
 from tinkermq.broker.client.connection import Broker
-from tinkermq.schemas.model_apis.canonical import ModelMessage, parse_reply
+from tinkermq.schemas.model_apis.canonical import ModelMessage
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -78,12 +77,3 @@ def test_the_reader_of_a_program_knows_what_a_prompt_opened_before_a_prefill() -
     assert exact.prepare([asked]).opened
     assert thinking("let me see")
     assert not thinking("<think>let me see")
-
-
-def test_a_parsed_answer_is_told_behind_what_was_opened() -> None:
-    parsed = {"thinking": "hm", "content": "so"}
-    for opened in (True, False):
-        text = as_read(parsed, thinking=opened)
-        reply = parse_reply(text, "c", calls=False, thinking=opened)
-        assert (reply.reasoning, reply.text) == ("hm", "so")
-    assert as_read({"content": "so"}) == "so"

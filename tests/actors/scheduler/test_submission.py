@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Awaitable
@@ -41,7 +40,6 @@ from tinkermq.schemas.job import (
     ScaleRequest,
     StopRequest,
 )
-from tinkermq.schemas.tinker.checkpoints import TakeCheckpoint
 from tinkermq.schemas.tinker.names import CheckpointName
 from tinkermq.schemas.tinker.operation import ModelInfo
 from tinkermq.schemas.wire.errors import (
@@ -373,41 +371,6 @@ async def test_a_job_may_begin_with_an_adapter_of_a_program_written_for_tinker(
     folders.remove(stored, "deleted")
     with pytest.raises(NotFoundError, match="was deleted"):
         await begin("ada", request_id="later")
-
-
-async def test_a_checkpoint_of_ones_run_is_taken_over_by_the_service_of_its_base(
-    stack: Stack,
-) -> None:
-    await stack.scheduler()
-    await stack.submit(
-        kind="tinker", env={"game": ""}, tinker={"base": "org/base"}, model={"path": "/base"}
-    )
-    origin = await stack.submit(name="origin")
-    for step, base in ((1, ""), (2, "/other"), (3, "/base")):
-        folder = Path(origin.run_dir) / "checkpoints" / f"step_{step:06d}"
-        folder.mkdir(parents=True)
-        if base:
-            told = {"base_model_name_or_path": base, "r": 4, "lora_alpha": 8}
-            told["target_modules"] = ["q_proj", "lm_head"]
-            (folder / "adapter_config.json").write_text(json.dumps(told))
-
-    async def take(path: str, user: str = "local") -> ModelInfo:
-        return await stack.ask_for("take_checkpoint", TakeCheckpoint(path=path), ModelInfo, user)
-
-    for _ in range(2):  # the second time it is there
-        held = await take("tinker://origin@3")
-        assert (held.base, held.rank) == ("org/base", 4)
-        assert (held.train_attn, held.train_mlp, held.train_unembed) == (True, False, True)
-    with pytest.raises(ConfigError, match="origin@1 holds all weights"):
-        await take("tinker://origin@1")
-    with pytest.raises(NotFoundError, match="no service for the Tinker API has the base model"):
-        await take("tinker://origin@2")
-    with pytest.raises(NotFoundError, match="no checkpoint of step 4"):
-        await take("tinker://origin@4")
-    with pytest.raises(NotFoundError, match="origin"):
-        await take("tinker://origin@3", "bob")
-    with pytest.raises(ConfigError, match="write tinker://RUN@STEP"):
-        await take("tinker://s1:train:0/weights/end")
 
 
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:

@@ -241,7 +241,7 @@ async def test_a_wait_for_a_session_has_an_end():
 
 async def test_a_session_that_another_gives_back_is_taken():
     with serving(Behaviour(max_sessions=1)) as (url,):
-        async with playing(url) as (runner, _), playing(url, port=1) as (other, _):
+        async with playing(url) as (runner, _), playing(url, copies=2) as (other, _):
             await opened(runner, "a")
             waiting = asyncio.ensure_future(opened(other, "b"))
             await asyncio.sleep(0.2)
@@ -528,8 +528,8 @@ async def test_a_key_comes_from_the_environment_of_the_host(monkeypatch):
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({}, "one of url, image and package"),
-        ({"url": "http://h", "image": "x"}, "one of url, image and package"),
+        ({}, "one of url and package"),
+        ({"url": "http://h", "package": "m:app"}, "one of url and package"),
         ({"url": "ftp://h"}, "url='ftp://h' is not the URL of a server"),
         ({"url": "localhost:8000"}, "not the URL of a server"),
         ({"url": "http://user:word@h"}, "not the URL of a server"),
@@ -537,7 +537,6 @@ async def test_a_key_comes_from_the_environment_of_the_host(monkeypatch):
         ({"url": [3]}, "not the URL of a server"),
         ({"url": "http://h", "task_range": [3, 3]}, "task_range=[3, 3] is not a range"),
         ({"package": "m:app", "copies": 0}, "copies=0"),
-        ({"image": "ghcr.io/some/image"}, "neither docker nor podman is on the PATH"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(kwargs, said, monkeypatch):
@@ -638,53 +637,3 @@ async def test_a_package_that_cannot_be_started_says_why():
             async with playing(start_s=float(PATIENCE_S), **kwargs):
                 pass
         assert said in error.value.message
-
-
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """Put a program on the PATH that takes docker's commands and runs a server as a process."""
-    program = tmp_path / "docker"
-    program.write_text(ENGINE.format(python=sys.executable, folder=tmp_path, server=SERVER.parent))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return tmp_path
-
-
-ENGINE = """#!/bin/sh
-command=$1
-for last in "$@"; do :; done
-case $command in
-run)
-  if [ "$last" != good ]; then echo "Unable to find image '$last'" >&2; exit 125; fi
-  for word in "$@"; do case $word in --name=*) name=${{word#--name=}};; esac; done
-  echo "$@" > {folder}/arguments
-  cd {server}
-  {python} -m uvicorn --port 0 openenv_server:app > {folder}/log 2>&1 < /dev/null &
-  echo $! > {folder}/$name.pid
-  ;;
-port)
-  until grep -q 'running on' {folder}/log; do sleep 0.1; done
-  sed -n 's,.*http://\\([0-9.:]*\\).*,\\1,p' {folder}/log
-  ;;
-logs) cat {folder}/log;;
-rm) kill -9 $(cat {folder}/$last.pid) && rm {folder}/$last.pid;;
-esac
-"""
-
-
-async def test_an_image_is_started_on_the_loopback_and_ends_with_its_host(engine):
-    async with playing(image="good", port=9, variables={"A": "b"}, start_s=60.0) as (runner, _):
-        await opened(runner, "a")
-        assert (await runner.step("a", "ab")).observation == "ba"
-        arguments = (engine / "arguments").read_text().split()
-        assert {"--publish=127.0.0.1::9", "--env=A=b", "--detach"} < set(arguments)
-        assert list(engine.glob("*.pid"))
-    await until(lambda: not list(engine.glob("*.pid")))
-
-
-async def test_an_image_that_cannot_be_had_is_named(engine):
-    with pytest.raises(GameError) as error:
-        async with playing(image="bad"):
-            pass
-    assert "docker run bad failed" in error.value.message
-    assert "Unable to find image" in error.value.message

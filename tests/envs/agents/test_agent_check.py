@@ -224,7 +224,6 @@ reward()
         ("/You are a coder/", [1, 1, 0, 0, 0], "left out by the pattern of agent.train"),
         ("not /memories/", [1, 1, 0, 0, 0], "left out by the pattern of agent.train"),
         ("not /coder/", [0, 0, 1, 1, 1], "by the pattern of agent.train=not /coder/"),
-        ("alive", [1, 1, 1, 1, 1], "it can have had a part in the outcome"),
     ],
 )
 async def test_each_call_is_told_to_be_trained_or_why_it_is_not(

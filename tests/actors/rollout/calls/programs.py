@@ -4,9 +4,6 @@ The tokenizer of these tests is not bijective: an answer is drawn token by token
 another spelling in tokens than the one that was drawn.
 """
 
-import ast
-import contextlib
-import copy
 import json
 import re
 import sys
@@ -17,8 +14,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import transformers
-from packaging.version import Version
 from tinkermq.actors.engine.engine import Generation
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.call_tree import ModelCall
@@ -44,34 +39,12 @@ TEMPLATES = {
 }
 """Chat templates of models that people use, and what ends a turn there."""
 
-_RESPONSES = {
-    "qwen3_5_think": "qwen3_5",
-    "gemma4": "gemma4",
-    "lfm2_2_5": "lfm2_2_5",
-    "nemotron_3_nano": "nemotron_3",
-    "gptoss": "gptoss",
-    "glm4moe": "glm4moe",
-}
 _SPECIAL = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]|</s>|<｜[^｜<>]+｜>")
 _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
-def response_template(name: str) -> dict[str, Any]:
-    """Return how answers of a model are parsed, as its tokenizer's files may say it."""
-    wanted = f"{_RESPONSES[name]}_template"
-    known: dict[str, Any] = {"copy": copy, "Version": Version, "transformers": transformers}
-    for node in ast.parse((FOLDER.parent / "chat_template_utils.py").read_text()).body:
-        if isinstance(node, ast.Assign):  # the module itself imports what is not installed
-            with contextlib.suppress(NameError):
-                exec(compile(ast.Module([node], []), "templates", "exec"), known)
-    return known[wanted]
-
-
-def chat_of(name: str, answers: dict[str, Any] | None = None) -> ChatTokenizer:
-    """Return a tokenizer with a real template, and stop tokens as the model's files name them.
-
-    `answers` is what its files say of parsing answers.
-    """
+def chat_of(name: str) -> ChatTokenizer:
+    """Return a tokenizer with a real template, and stop tokens as the model's files name them."""
     template = (FOLDER / f"{name}.jinja").read_text()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,8 +60,6 @@ def chat_of(name: str, answers: dict[str, Any] | None = None) -> ChatTokenizer:
     bpe.add_tokens([AddedToken(token, special=False) for token in _PLAIN])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=stops[0])
     tokenizer.chat_template = template
-    if answers is not None:
-        tokenizer.response_template = answers
     ids = tokenizer.convert_tokens_to_ids(list(stops))
     assert isinstance(ids, list)
     return ChatTokenizer(tokenizer, {}, ids)

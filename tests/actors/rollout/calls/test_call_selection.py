@@ -14,10 +14,8 @@ from tinkermq.actors.rollout.call_tree import (
     ModelCall,
     PostedRewards,
     rows_of,
-    trained_calls,
 )
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents import call_selection
 from tinkermq.envs.agents.call_selection import Readers, call_lines, main_root, why_untrained
 from tinkermq.schemas.agent import CallPlaces
 from tinkermq.schemas.model_apis.canonical import ModelMessage
@@ -26,6 +24,7 @@ from tests.actors.rollout.calls.programs import TOOLS, chat_of, user
 from tests.actors.rollout.calls.test_exact_calls import CALL, ask
 
 UNBOUND = 1 << 30
+NO_TITLES = "not /Write a title/"
 LETTERS = "abcdefghij "
 TASK = "mend the test that fails in module seven"
 
@@ -44,147 +43,6 @@ def exact(chat: ChatTokenizer) -> ExactCalls:
     return ExactCalls(chat)
 
 
-def trained(exact: ExactCalls) -> set[int]:
-    """Return the calls that can have had a part in the outcome."""
-    return {number for row in rows_of(exact.tree, UNBOUND, "alive").rows for number in row.calls}
-
-
-def helped(
-    exact: ExactCalls, answer: str, told: str, asked: str = "find it"
-) -> tuple[ModelCall, ModelCall]:
-    """Let a main conversation tell itself something of a helper's answer."""
-    first = ask(exact, [user(TASK)], "I ask one")
-    helper = ask(exact, [system("You find files."), user(asked)], answer, [])
-    ask(exact, [user(TASK), first.reply, user(told)], "so that is it")
-    return first, helper
-
-
-ANSWER = "I have looked at it all.\nIt stands in src/lib/parser.py, line 17.\nThat is all."
-
-
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        (ANSWER, f"The helper says: {ANSWER}"),
-        (ANSWER, "It stands in src/lib/parser.py, line 17."),
-        (ANSWER, "look at: in src/lib/parser"),
-        ("Paris", "the capital is Paris."),
-        ("7", "7"),
-    ],
-)
-def test_an_answer_of_which_a_part_was_read_is_trained(
-    exact: ExactCalls, answer: str, told: str
-) -> None:
-    helped(exact, answer, told)
-    assert trained(exact) == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("answer", "told", "asked"),
-    [
-        (ANSWER, "nothing was found at all", "find it"),
-        (ANSWER, "rc/lib/parser", "find it"),
-        ("7", "17 and 77", "find it"),
-        ("Title: mend the test that fails", "mend the test that fails in seven", TASK),
-        ("mend or leave", "mend or leave it", "say: mend or leave"),
-    ],
-    ids=["other words", "too little", "within another word", "of its prompt", "all of its prompt"],
-)
-def test_an_answer_of_which_nothing_was_read_is_not(
-    exact: ExactCalls, answer: str, told: str, asked: str
-) -> None:
-    helped(exact, answer, told, asked)
-    assert trained(exact) == {0, 2}
-
-
-def test_what_a_reader_was_told_before_is_not_read_in_an_answer(exact: ExactCalls) -> None:
-    known = user("the tests are in the folder tests/unit")
-    first = ask(exact, [known], "I look")
-    ask(exact, [system("Say where."), user("where?")], "in the folder tests/unit, I guess", [])
-    ask(exact, [known, first.reply, user("in the folder tests/unit are ten")], "good")
-    assert trained(exact) == {0, 2}
-
-
-def test_what_a_helper_fills_into_a_call_is_read_as_what_it_says_is(exact: ExactCalls) -> None:
-    first = ask(exact, [user(TASK)], "I ask one")
-    ask(
-        exact, [system("Answer."), user("how many?")], CALL.replace('"x"', '"forty-two"'), TOOLS[:1]
-    )
-    ask(exact, [user(TASK), first.reply, user("They are forty-two.")], "good", [])
-    ask(exact, [user(TASK), first.reply, user("They are forty-two.")], "good")
-    assert 1 in trained(exact)
-
-
-def test_who_reads_at_the_end_is_trained_with_those_that_went_on(exact: ExactCalls) -> None:
-    """An orchestrator of one call has fewer calls than its helpers, other tools, and no reader."""
-    for name in ("one", "two"):
-        asked = [system(f"You are {name}."), user("find the file")]
-        first = ask(exact, asked, f"I look, says {name}", TOOLS)
-        ask(exact, [*asked, first.reply, user("on")], f"it is in folder number {name}", TOOLS)
-    told = " and ".join(call.reply.text for call in exact.tree.calls[1::2])
-    ask(exact, [user(f"Put together: {told}")], "the files are in one and two", [])
-    assert trained(exact) == {0, 1, 2, 3, 4}
-
-
-def test_a_title_of_what_was_said_is_not_trained_where_the_work_goes_on(exact: ExactCalls) -> None:
-    history = [user(TASK)]
-    for number in range(3):
-        call = ask(exact, history, f"I look at file number {number} of the module")
-        if number == 1:
-            told = f"Title for: {TASK} {call.reply.text}"
-            ask(exact, [system("Write titles."), user(told)], "Mending tests of module 7", [])
-        history += [call.reply, user("and?")]
-    assert trained(exact) == {0, 1, 3}
-
-
-def test_a_title_is_not_taken_for_the_only_call_of_the_main_conversation(
-    exact: ExactCalls,
-) -> None:
-    long = "A title that is longer than the work itself, which is seldom good for a title"
-    ask(exact, [system("Write a title."), user(TASK)], long, [])
-    ask(exact, [user(TASK)], "done")
-    assert trained(exact) == {1}
-
-
-@pytest.mark.parametrize("prompt", ["one", "changing"])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_program_that_begins_anew_with_each_call_is_trained_whole(
-    exact: ExactCalls, prompt: str, keeps: bool
-) -> None:
-    """It answers in a word that stands in the prompt, and may keep its history or none."""
-    history: list[ModelMessage] = []
-    for number in range(5):
-        rules = "Say left or right." + (f" It is {number} o'clock." if prompt == "changing" else "")
-        seen = user(f"You stand at {number}: left or right?")
-        asked = [system(rules), *(history if keeps else ()), seen]
-        call = ask(exact, asked, ("left", "right")[number % 2], [])
-        history += [seen, call.reply]
-    assert trained(exact) == set(range(5))
-
-
-@pytest.mark.parametrize("answer", ["left", "right"])
-def test_an_answer_in_a_later_history_is_read_however_short(exact: ExactCalls, answer: str) -> None:
-    """Another conversation goes on, so that not all without tools count."""
-    first = ask(exact, [user(TASK)], "I look.")
-    ask(exact, [user(TASK), first.reply, user("on")], "I look again.")
-    rules = "left or right, at {}"
-    begun = ask(exact, [system(rules.format(1)), user("?")], answer, [])
-    asked = [system(rules.format(2)), user("?"), begun.reply, user("and now?")]
-    last = ask(exact, asked, "right", [])
-    ask(exact, [*asked, last.reply, user("end")], "it ends", [])
-    assert trained(exact) == {0, 1, 2, 3, 4}
-
-
-def test_what_did_not_arrive_is_not_trained_though_its_twin_was_read(exact: ExactCalls) -> None:
-    first = ask(exact, [user(TASK)], "I ask one")
-    asked = [system("You find files."), user("find it")]
-    lost = ask(exact, asked, ANSWER, [])
-    lost.delivered = False
-    again = ask(exact, asked, ANSWER, [])
-    ask(exact, [user(TASK), first.reply, user(again.reply.text)], "good")
-    assert trained(exact) == {0, 2, 3}
-
-
 # What is drawn: programs with helpers of which parts are read, and with titles of their tasks.
 
 
@@ -193,9 +51,9 @@ def words(random: Random, length: int) -> str:
     return "".join(random.choice(LETTERS) for _ in range(length)).replace(" ", "x", 1).strip()
 
 
-def drawn(chat: ChatTokenizer, seed: int) -> tuple[ExactCalls, set[int]]:
-    """Return the calls of a program, and the numbers of those that nothing reads."""
-    random, exact, dead = Random(seed), ExactCalls(chat), set[int]()
+def drawn(chat: ChatTokenizer, seed: int) -> ExactCalls:
+    """Return the calls of a program."""
+    random, exact = Random(seed), ExactCalls(chat)
     history = [user(words(random, 60))]
     for step in range(random.randrange(3, 6)):
         call = ask(exact, history, words(random, 30))
@@ -210,27 +68,11 @@ def drawn(chat: ChatTokenizer, seed: int) -> tuple[ExactCalls, set[int]]:
             task = history[0].text
             asked = [system(f"titles {words(random, 20)}"), user(f"Title: {task}")]
             title = task[: random.randrange(20, 40)]
-            dead.add(ask(exact, asked, title, []).number)
+            ask(exact, asked, title, [])
         random.shuffle(told)
         history += [call.reply, user(" | ".join(told))]
     ask(exact, history, words(random, 30))
-    return exact, dead
-
-
-def assert_what_was_read_counts(
-    chat: ChatTokenizer, num_seeds: int, rule: Any = call_selection
-) -> None:
-    for seed in range(num_seeds):
-        exact, dead = drawn(chat, seed)
-        why_not = rule.why_untrained(exact.tree.calls, "alive")
-        assert {call.number for call, why in why_not.items() if why} == dead, seed
-
-
-@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
-def test_of_drawn_programs_what_was_read_is_trained_and_nothing_else(
-    chat: ChatTokenizer, num_seeds: int
-) -> None:
-    assert_what_was_read_counts(chat, num_seeds)
+    return exact
 
 
 def by_hand(calls: Sequence[ModelCall], answer: ModelCall) -> set[int]:
@@ -252,7 +94,7 @@ def by_hand(calls: Sequence[ModelCall], answer: ModelCall) -> set[int]:
 @pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
 def test_readers_are_found_as_by_hand(chat: ChatTokenizer, num_seeds: int) -> None:
     for seed in range(num_seeds):
-        calls = drawn(chat, seed)[0].tree.calls
+        calls = drawn(chat, seed).tree.calls
         readers = Readers(calls)
         for answer in calls:
             if len(answer.reply.text) >= 16:
@@ -269,7 +111,6 @@ def test_many_conversations_are_sorted_out_in_a_moment(chat: ChatTokenizer) -> N
         given = (user(text), user(f"number {number}: {words(Random(number), 2000)}"))
         reply = base.reply.replaced(content=(words(Random(-number), 2000),))
         calls.append(replace(base, number=number, given=given, reply=reply, num_seen=number))
-    assert trained_calls(exact.tree, "alive") == set(calls)
     readers = Readers(calls)
     assert not any(readers.of(call) for call in calls)
 
@@ -459,7 +300,7 @@ def test_a_conversation_without_a_system_message_is_known_by_its_first_message(
 def test_what_did_not_arrive_or_was_taken_out_is_trained_in_no_case(exact: ExactCalls) -> None:
     instructor(exact)
     exact.tree.calls[0].delivered = False
-    for which in ("all", "main", "alive", "/./", "not /nothing/"):
+    for which in ("all", "main", "/./", "not /nothing/"):
         found = why_untrained(exact.tree.calls, which, {0, 1})
         assert list(found.values()) == ["undelivered", "left out"], which
 
@@ -519,7 +360,7 @@ def episode() -> ExactCalls:
 
 def places_of(tree: CallTree, info: dict[str, Any], **how: Any) -> tuple[EpisodeCredit, dict]:
     """Return the credit of an episode, and the place of each trained call by name."""
-    found = rows_of(tree, how.pop("max_tokens", 1 << 30), "alive", **how)
+    found = rows_of(tree, how.pop("max_tokens", 1 << 30), NO_TITLES, **how)
     credit = EpisodeCredit(tree, found, PostedRewards.of(info, tree))
     by_call: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(found.rows):
@@ -566,7 +407,7 @@ def test_a_branch_has_what_continues_the_call_it_begins_with() -> None:
 def test_a_reward_of_a_call_that_is_not_trained_is_that_of_the_one_before_it() -> None:
     tree = episode().tree
     info = {"call_rewards": {"0": 1.0, "5": 0.5, "6": 2, "1": 4.0, "7": float("nan")}}
-    found = rows_of(tree, 1 << 30, "alive", {5, 6})
+    found = rows_of(tree, 1 << 30, NO_TITLES, {5, 6})
     credit = EpisodeCredit(tree, found, PostedRewards.of(info, tree))
     assert credit.rewards == {0: 3.5}
     assert credit.num_lost == 1

@@ -11,7 +11,7 @@ import pytest
 from tinkermq.actors.engine.engine import Generation
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout import call_tree
-from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
+from tinkermq.actors.rollout.call_tree import TreeRows, rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.schemas.model_apis.canonical import ModelMessage
 
@@ -55,7 +55,10 @@ def assert_exact(program: Program) -> None:
 def assert_once(program: Program, rows_of: Callable[..., TreeRows] = rows_of) -> None:
     """Each token that counts is trained once, and the others never."""
     tree = program.exact.tree
-    made, counting = rows_of(tree, UNBOUND), trained_calls(tree)
+    made, counting = (
+        rows_of(tree, UNBOUND),
+        [call for call in tree.calls if call.delivered and call.num_generated],
+    )
     trained = Counter(number for row in made.rows for number in row.calls)
     assert trained == Counter(call.number for call in counting)
     assert sorted([*trained, *made.untrained]) == list(range(len(tree.calls)))
@@ -233,7 +236,7 @@ def test_what_nobody_read_is_not_trained_and_what_was_read_is(chat: ChatTokenize
     found = ask(exact, [user("find the file")], "it is in the folder src/lib", [])
     first = ask(exact, [user("go")], "I look.")
     ask(exact, [user("go"), first.reply, user(f"The helper says: {found.reply.text}")])
-    made = rows_of(exact.tree, UNBOUND, "alive")
+    made = rows_of(exact.tree, UNBOUND, "not /Write a title/")
     assert made.untrained == (0,)
     assert [(row.kind, row.calls) for row in made.rows] == [("main", (2, 3)), ("sub-agent", (1,))]
 

@@ -478,7 +478,7 @@ def test_channels_are_reasoning_text_and_calls_in_every_api() -> None:
             choice.add(Drawn(token, -1.0, 0))
             if number % 3 == 0 and (delta := choice.delta(0, 0, ends=False)):
                 assert "<|" not in delta.text
-        choice.end("stop", lambda: [])
+        choice.end("stop")
         delta = choice.delta(0, 0, ends=True)
         assert delta is not None
         list(reader.push(InferPart(deltas=[delta])))

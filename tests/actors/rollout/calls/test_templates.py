@@ -36,7 +36,6 @@ from tests.actors.rollout.calls.programs import (
     TOOLS,
     RecordingEngine,
     chat_of,
-    response_template,
     user,
 )
 from tests.envs.tool_games import Adding
@@ -110,8 +109,8 @@ def test_a_program_is_told_that_a_template_shows_no_system_message() -> None:
 
 
 @pytest.mark.parametrize("name", PARSED)
-def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name: str) -> None:
-    chat = chat_of(name, response_template(name))
+def test_calls_in_a_models_own_format_are_read(name: str) -> None:
+    chat = chat_of(name)
     told = [ASKED.for_template(), CALLED.for_template()]
     prompt = chat.render(told[:1], prompt=True, tools=[TOOL])
     whole = chat.render(told, prompt=False, tools=[TOOL])
@@ -122,32 +121,6 @@ def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name
         (call.name, call.key) for call in CALLED.calls
     ]
     assert facts_of(chat).reads_calls
-
-
-def test_calls_in_an_unknown_format_are_read_by_the_response_template() -> None:
-    tokenizer: Any = chat_of("qwen3").tokenizer
-    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "act>")
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "tool_calls": {
-                "open": "<act>",
-                "close_pattern": r"</act>\s*",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-        },
-    }
-    chat = ChatTokenizer(tokenizer)
-    prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
-    said = 'I look.<act>\n{"name": "search", "arguments": {"query": "x"}}\n</act><|im_end|>'
-    reply = parse_reply(read_text(chat, prompt, chat.encode(said), [TOOL]), "c", calls=True)
-    assert call_format(chat) is None
-    assert facts_of(chat).reads_calls
-    assert (reply.text, [call.value for call in reply.calls]) == ("I look.", [{"query": "x"}])
 
 
 BEHIND_CALLS = {
@@ -256,7 +229,7 @@ FABRICATED = {
     ("name", "said"), [(name, said) for name, texts in FABRICATED.items() for said in texts]
 )
 def test_a_call_is_not_given_arguments_that_the_model_did_not_write(name: str, said: str) -> None:
-    chat = chat_of(name, response_template(name))
+    chat = chat_of(name)
     prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
     told = read_text(chat, prompt, chat.encode(said), [TOOL])
     reply = parse_reply(told, "c00000", calls=True, thinking="</think>" in said)
@@ -300,7 +273,7 @@ def test_a_call_in_another_models_format_is_text() -> None:
 
 @pytest.mark.parametrize("name", PARSED)
 def test_an_answer_that_is_not_well_formed_is_text(name: str) -> None:
-    chat = chat_of(name, response_template(name))
+    chat = chat_of(name)
     ids = chat.encode("no call { at all")
     assert "no call { at all" in read_text(chat, chat.encode("hi"), ids, [TOOL])
 
@@ -318,12 +291,11 @@ def test_in_a_format_without_an_object_a_call_without_arguments_is_one() -> None
         "glm4moe": "<tool_call>search\n</tool_call>",
         "qwen3_5_think": "hm</think>\n\n<tool_call>\n<function=search>\n</function>\n</tool_call>",
     }.items():
-        for answers in (None, response_template(name)):
-            chat = chat_of(name, answers)
-            prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
-            told = read_text(chat, prompt, chat.encode(said), [TOOL])
-            reply = parse_reply(told, "c", calls=True, thinking="</think>" in said)
-            assert [(call.name, call.value) for call in reply.calls] == [("search", {})]
+        chat = chat_of(name)
+        prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
+        told = read_text(chat, prompt, chat.encode(said), [TOOL])
+        reply = parse_reply(told, "c", calls=True, thinking="</think>" in said)
+        assert [(call.name, call.value) for call in reply.calls] == [("search", {})]
 
 
 # -- What is rendered behind a turn is what the template writes there, whatever came before it -----
@@ -482,7 +454,7 @@ def test_a_title_that_nobody_reads_can_be_left_out(chat: ChatTokenizer) -> None:
     replay = Replay("opencode", chat)
     title, *work = replay.calls
     assert main_root(replay.calls) is work[0], "the title comes first, and is not the main one"
-    for which in ("main", "alive", "not /You are a title generator/", "/opencode/"):
+    for which in ("main", "not /You are a title generator/", "/opencode/"):
         assert rows_of(replay.exact.tree, 1 << 30, which).untrained == (title.number,), which
 
 

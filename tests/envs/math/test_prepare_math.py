@@ -1,15 +1,17 @@
 """Published sets, from their original files to rows of verl's columns."""
 
 import json
+import runpy
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tinkermq.clients.cli import main
 from tinkermq.envs.dataset import Dataset
-from tinkermq.envs.math.prepare import prepare
 from tinkermq.schemas.wire.errors import DataError
 
+from tests.support.configs import REPOSITORY
+
+prepare = runpy.run_path(str(REPOSITORY / "examples/prepare_math.py"))["prepare"]
 PNG = b"\x89PNG\r\n\x1a\n not really"
 
 
@@ -61,15 +63,10 @@ def geo3k(folder):
         ),
     ],
 )
-def test_a_published_set_becomes_rows(tmp_path, capsys, make, splits, prompt, truths, source):
+def test_a_published_set_becomes_rows(tmp_path, make, splits, prompt, truths, source):
     make(tmp_path)
-    arguments = ["data", "prepare", make.__name__, str(tmp_path), str(tmp_path / "out"), "--json"]
-    assert main(arguments) == 0
-    files = json.loads(capsys.readouterr().out)
-    assert files == [
-        {"path": str(tmp_path / "out" / f"{split}.parquet"), "rows": rows}
-        for split, rows in splits.items()
-    ]
+    written = prepare(make.__name__, tmp_path, tmp_path / "out")
+    assert written == {tmp_path / "out" / f"{split}.parquet": n for split, n in splits.items()}
     data = Dataset([tmp_path / "out" / "train.parquet"])
     records = [data.record(number) for number in range(len(data))]
     assert [record.ground_truth for record in records] == truths

@@ -1,4 +1,6 @@
-r"""Make training data of published math sets from their original files, in verl's columns.
+r"""Make training data of published math sets: `python examples/prepare_math.py gsm8k FOLDER OUT`.
+
+The rows have verl's columns.
 
 - `gsm8k`: lines of `question` and `answer`, the answer behind `####` (train.jsonl, test.jsonl, or
   the parquet files of the hub).
@@ -11,6 +13,7 @@ A set is a folder in which the files of a split have its name in theirs, or lie 
 name.
 """
 
+import argparse
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ...schemas.wire.errors import DataError
-from ..dataset import IMAGE_TAG, is_no_answer
-from ..write_data import write_rows
-from .grading import INSTRUCTION, boxed_answers
+from tinkermq.envs.dataset import IMAGE_TAG, is_no_answer
+from tinkermq.envs.math.grading import INSTRUCTION, boxed_answers
+from tinkermq.envs.write_data import write_rows
+from tinkermq.schemas.wire.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 _GEO3K_INSTRUCTION = (
@@ -81,18 +84,8 @@ SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """One written file."""
-
-    path: Path
-    """Its path."""
-    rows: int
-    """Its number of rows."""
-
-
-def prepare(name: str, source: Path, out: Path, instruction: str | None = None) -> list[Prepared]:
-    """Write `train.parquet`, `test.parquet` … of a set to the folder `out`.
+def prepare(name: str, source: Path, out: Path, instruction: str | None = None) -> dict[Path, int]:
+    """Write `train.parquet`, `test.parquet` … of a set to `out`; return the rows of each file.
 
     `instruction` replaces the text after each question. Raises DataError for an unknown set, a
     folder without its files, and a row without its columns or its answer.
@@ -110,7 +103,7 @@ def prepare(name: str, source: Path, out: Path, instruction: str | None = None) 
             f"{source} has no file of a split: train, validation or test",
             hint="the names of files (.jsonl, .parquet, .json) or of their folders say the split",
         )
-    written: list[Prepared] = []
+    written: dict[Path, int] = {}
     for split, files in splits.items():
         rows = list(
             _rows(
@@ -120,7 +113,7 @@ def prepare(name: str, source: Path, out: Path, instruction: str | None = None) 
                 preparation.instruction if instruction is None else instruction,
             )
         )
-        written.append(Prepared(write_rows(out / f"{split}.parquet", rows), len(rows)))
+        written[write_rows(out / f"{split}.parquet", rows)] = len(rows)
     return written
 
 
@@ -242,3 +235,18 @@ _READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
     ".json": _json,
     ".parquet": _parquet,
 }
+
+
+def main() -> None:
+    """Convert the set that the command line names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", choices=SOURCES)
+    parser.add_argument("source", type=Path, help="folder of the original files")
+    parser.add_argument("out", type=Path, help="folder to write train.parquet, test.parquet … to")
+    parser.add_argument("--instruction", help="text after each question; default: the usual one")
+    for path, rows in prepare(**vars(parser.parse_args())).items():
+        print(f"{path}  {rows} rows")
+
+
+if __name__ == "__main__":
+    main()
