@@ -35,6 +35,7 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
 ) -> None:
     training = {"keep_rollouts": False, "save_freq": SAVED_STEP, "num_steps": 30}
     job = await stack.submit(small_job(model, env=gate.env(0), training=training))
+    await job.until_streams()
     await _mirror(stack, job.scope.stream_rollout, BACKUP)
     await job.eventually(lambda: _is_mirrored(job), "the mirror to follow")
     pid = await job.pid("learner")
