@@ -23,13 +23,12 @@ from tinkermq.schemas.env import (
 from tinkermq.schemas.wire.errors import GameError
 from tinkermq.schemas.wire.message import Empty
 
+from tests.support.variants import variants
 from tests.support.waiting import PATIENCE_S, eventually
 
 E = TypeVar("E", bound=BaseException)
 COUNTING = "broken_games:CountingGame"
-ISOLATIONS = pytest.mark.parametrize(
-    "isolation", ["thread", pytest.param("process", marks=pytest.mark.full)]
-)
+ISOLATIONS = pytest.mark.parametrize("isolation", variants(["thread", "process"], "thread"))
 
 
 class Client:

@@ -214,20 +214,22 @@ async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(
     async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
         s3.faults.set("507", method="PUT", only="step_")
         job = await submit(
-            stack, s3, model, gate.env(9), num_steps=18, keep_rollouts=False, keep_last=1
+            stack, s3, model, gate.env(3), num_steps=18, keep_rollouts=False, keep_last=1
         )
         failed = await job.until_event("checkpoint_upload_failed")
         assert "could not write step_000003" in failed.message
+        gate.let(9)
         await job.until_step(9)
         assert await job.rollout_log.first_seq() == 1
         s3.faults.set("", 0)
-        gate.open()
+        gate.let(13)
         await job.until_event("checkpoint_uploaded")
 
         async def trimmed() -> bool:
             return await job.rollout_log.first_seq() > 1
 
         await job.eventually(trimmed, "the log to be trimmed")
+        gate.open()
         ended = await job.until("COMPLETED")
         assert (ended.attempt, ended.losses) == (1, 0)
 

@@ -35,7 +35,9 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
 ) -> None:
     training = {"keep_rollouts": False, "save_freq": SAVED_STEP, "num_steps": 30}
     job = await stack.submit(small_job(model, env=gate.env(0), training=training))
+    await job.until_streams()
     await _mirror(stack, job.scope.stream_rollout, BACKUP)
+    await job.eventually(lambda: _is_mirrored(job), "the mirror to follow")
     pid = await job.pid("learner")
     killing = asyncio.create_task(asyncio.to_thread(kill_after_checkpoint, stack, job, pid))
     gate.let(20)
@@ -56,6 +58,12 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
     assert [one.reason for record in records for one in record.dropped] == ["duplicate"]
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
+
+
+async def _is_mirrored(job: Job) -> bool:
+    """Whether the mirror has the first groups; none is trimmed yet."""
+    mirrored = (await stream_info(job.stack.broker, BACKUP))["state"]["last_seq"]
+    return mirrored > 0
 
 
 async def _is_trimmed(job: Job) -> bool:

@@ -185,6 +185,7 @@ async def test_jobs_are_found_by_tags_group_and_notes_which_change_at_any_time(
         assert next(iter(bad)) in refused.json["error"]["message"]
 
 
+@pytest.mark.full
 async def test_what_serves_or_evaluates_a_run_stands_beneath_it(
     stack: Stack, gateway: Gateway
 ) -> None:

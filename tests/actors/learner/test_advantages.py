@@ -17,6 +17,8 @@ from tinkermq.actors.training.advantages import (
 )
 from tinkermq.schemas.wire.errors import ConfigError
 
+from tests.support.variants import variants
+
 OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]
 
 
@@ -293,7 +295,7 @@ def test_equal_rewards_give_exactly_zero(name, reward, size):
     assert torch.equal(compute_advantages(name, case), torch.zeros(size))
 
 
-@pytest.mark.parametrize("name", OUTCOME)
+@pytest.mark.parametrize("name", variants(OUTCOME, "grpo", "reinforce_pp_baseline"))
 @given(data=st.data())
 def test_the_order_of_sequences_and_the_names_of_groups_do_not_matter(name, data):
     size = data.draw(st.integers(2, 10))

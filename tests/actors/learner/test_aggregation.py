@@ -13,6 +13,8 @@ from tinkermq.actors.training.losses import (
 )
 from tinkermq.schemas.wire.errors import ConfigError
 
+from tests.support.variants import variants
+
 LOSS = torch.tensor([1.0, 2.0, 3.0, 10.0])
 SEQ = torch.tensor([0, 0, 0, 1])
 
@@ -61,7 +63,7 @@ def batches_cut_into_parts(draw):
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("mode", variants(sorted(AGGREGATIONS), "token-mean"))
 @given(case=batches_cut_into_parts())
 def test_any_cut_between_sequences_gives_the_same_total_and_gradients(mode, loss, case):
     lengths, part_of_S, seed = case

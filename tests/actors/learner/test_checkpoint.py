@@ -26,6 +26,8 @@ from tests.support.saving import (
     save_on_a_full_disk,
     train,
 )
+from tests.support.variants import variants
+from tests.support.waiting import PATIENCE_S
 
 
 def _bits(trainer: Trainer) -> list[bytes]:
@@ -192,20 +194,20 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "outputs/<run>/checkpoints/step_000040" in raised.value.hint
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_killed_while_saving_the_newest_whole_checkpoint_loads(
-    folder: Path, tmp_path: Path, num_kills: int
+    folder: Path, tmp_path: Path
 ) -> None:
     rng, context, store = random.Random(1), fork_context(), make_store(tmp_path)
     newest = 0
-    for _ in range(num_kills):
+    for _ in range(12):
         listen, told = context.Pipe(duplex=False)
         child = context.Process(target=save_in_a_loop, args=(folder, tmp_path, told))
         child.start()
         told.close()
         confirmed = newest
         for _ in range(rng.randrange(1, 3)):
-            assert listen.poll(60)
+            assert listen.poll(PATIENCE_S)
             confirmed = listen.recv()
         time.sleep(rng.uniform(0, 0.1))
         child.kill()
@@ -238,7 +240,7 @@ def _assert_first_is_whole(folder: Path, run: Path) -> None:
 
 
 # The weights are too long for the first limit, the optimiser's state for the second.
-@pytest.mark.parametrize("limit", [50_000, 600_000])
+@pytest.mark.parametrize("limit", variants([50_000, 600_000], 600_000))
 def test_a_file_that_cannot_be_written_leaves_earlier_checkpoints_whole(
     folder: Path, tmp_path: Path, limit: int
 ) -> None:
@@ -256,7 +258,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-@pytest.mark.parametrize("left", [8_192, 200_000, 700_000])
+@pytest.mark.parametrize("left", variants([8_192, 200_000, 700_000], 200_000))
 def test_a_full_disk_is_named_and_leaves_earlier_checkpoints_whole(
     folder: Path, small_disk: Path, left: int
 ) -> None:

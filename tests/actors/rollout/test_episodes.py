@@ -39,6 +39,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.rollout.playing import Playing, playing
 from tests.support.models import changed, plain_logprobs, until
+from tests.support.variants import variants
 
 TASK = Task(task=5, seed=3, group_size=3)
 
@@ -87,6 +88,7 @@ async def test_an_episode_goes_on_where_it_was_and_draws_what_it_would_have_draw
             await play.recorder(TASK, 2).end()
 
 
+@pytest.mark.full
 async def test_versions_and_logprobs_of_the_first_holder_stay(
     broker: Broker, recorded: JobScope, folder: Path
 ) -> None:
@@ -120,7 +122,10 @@ BEHIND_CALLS = (
 
 @pytest.mark.parametrize(
     ("game", "template"),
-    [("EchoGame", CHAT_TEMPLATE), ("TwiceEcho", CHAT_TEMPLATE), ("TwiceEcho", BEHIND_CALLS)],
+    variants(
+        [("EchoGame", CHAT_TEMPLATE), ("TwiceEcho", CHAT_TEMPLATE), ("TwiceEcho", BEHIND_CALLS)],
+        ("EchoGame", CHAT_TEMPLATE),
+    ),
 )
 async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns(
     broker: Broker, recorded: JobScope, folder: Path, tmp_path: Path, game: str, template: str
@@ -146,7 +151,7 @@ async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns
     assert shown.count("<|user|>unknown gave ") == roles["tool"] * (template == BEHIND_CALLS)
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", variants(["thread", "process"], "thread"))
 async def test_an_episode_that_a_limit_ends_earns_what_its_game_gives_for_it(
     broker: Broker, recorded: JobScope, folder: Path, isolation: str
 ) -> None:
@@ -162,6 +167,7 @@ async def test_an_episode_that_a_limit_ends_earns_what_its_game_gives_for_it(
         assert episode.info == {"cut_after": 2}
 
 
+@pytest.mark.full
 async def test_a_game_that_answers_otherwise_the_second_time_starts_again_and_says_so(
     broker: Broker, recorded: JobScope, folder: Path
 ) -> None:
@@ -212,6 +218,7 @@ def _changed(folder: Path) -> dict:
     return changed(load_causal_lm(str(folder), dtype=torch.float32), 1)
 
 
+@pytest.mark.full
 async def test_an_episode_that_is_told_the_time_is_told_the_same_elsewhere(
     broker: Broker, recorded: JobScope, tmp_path: Path
 ) -> None:
@@ -330,6 +337,7 @@ async def test_a_role_is_played_by_the_weights_of_its_own_policy(
         np.testing.assert_allclose(item.logprobs[made], own[made - 1], atol=1e-4)
 
 
+@pytest.mark.full
 async def test_an_earlier_version_plays_and_is_not_in_the_group(
     broker: Broker, scope: JobScope, folder: Path
 ) -> None:

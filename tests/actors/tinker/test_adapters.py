@@ -113,6 +113,7 @@ def _saved(trainer: Trainer, session: str) -> bytes:
     return (trainer.folders.find("ada", name).folder / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.full
 async def test_sessions_on_room_for_fewer_adapters_end_as_those_with_room_for_all(
     own_server: NatsServer, own_broker: Broker, base: Path, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ async def test_sessions_on_room_for_fewer_adapters_end_as_those_with_room_for_al
     assert "replay_differs" not in {event.kind for event in await read_events(own_broker, SCOPE)}
 
 
+@pytest.mark.full
 async def test_what_left_the_memory_and_is_not_used_leaves_the_log_too(
     own_server: NatsServer, own_broker: Broker, base: Path, tmp_path: Path
 ) -> None:
@@ -365,6 +367,7 @@ class Broken:
         raise ArithmeticError("broken")
 
 
+@pytest.mark.full
 def test_a_pass_that_fails_takes_nobody_with_it(base: Path, mixed: AdapterTrainer) -> None:
     alone = open_trainer(base)
     for trainer in (alone, mixed):
