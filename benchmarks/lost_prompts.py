@@ -16,6 +16,7 @@ its own. It has no broker. Ours is the whole stack.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -45,6 +46,8 @@ STEPS_PER_KILL, LEAST_STEPS = 6, 18
 ROLES = ("none", "generator", "environment", "learner", "broker")
 _POLL_S = 0.05
 _DEADLINE_S = 900.0
+_HANGS_S = 60.0
+"""Time after which a trainer whose worker is dead is killed, too."""
 Row = dict[str, Any]
 
 
@@ -185,7 +188,8 @@ class _Peer:
             os.kill(int((self._folder / "worker.pid").read_text()), signal.SIGKILL)
         else:
             self.trainer.kill()
-        self.trainer.wait(_DEADLINE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for its worker without end
+            self.trainer.wait(_HANGS_S)
         os.killpg(self.trainer.pid, signal.SIGKILL)
         self.trainer = self.start("train")
 
