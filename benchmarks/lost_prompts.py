@@ -188,7 +188,7 @@ class _Peer:
             os.kill(int((self._folder / "worker.pid").read_text()), signal.SIGKILL)
         else:
             self.trainer.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for its worker without end
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for its worker
             self.trainer.wait(_HANGS_S)
         os.killpg(self.trainer.pid, signal.SIGKILL)
         self.trainer = self.start("train")
