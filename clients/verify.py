@@ -41,7 +41,7 @@ _ANY_NUMBER = 2**31 - 1
 
 
 @dataclass
-class Check:
+class RecordCheck:
     """One check of a run."""
 
     name: CheckName
@@ -77,7 +77,7 @@ class Check:
 class Verification:
     """What the records of a run prove."""
 
-    checks: dict[CheckName, Check] = field(default_factory=dict[CheckName, Check])
+    checks: dict[CheckName, RecordCheck] = field(default_factory=dict[CheckName, RecordCheck])
     num_steps: int = 0
     num_whole: int = 0
     """Steps whose groups are all in the log."""
@@ -130,7 +130,7 @@ class _Verifier:
         self._num_tokens = 0
         self._largest_lag = 0
         names: tuple[CheckName, ...] = ("steps", "tasks", "once", "tokens", "versions")
-        self._result = Verification({name: Check(name) for name in names})
+        self._result = Verification({name: RecordCheck(name) for name in names})
 
     def _wrong(self, check: CheckName, problem: str) -> None:
         self._result.checks[check].wrong(problem)

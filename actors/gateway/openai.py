@@ -56,7 +56,7 @@ from ...schemas.model_apis.request import (
     served_request,
 )
 from ...schemas.model_apis.responses import RESPONSES
-from ...schemas.tinker.names import is_path
+from ...schemas.tinker.names import CheckpointName, is_path
 from ...schemas.wire import errors
 from .limits import TAKEN
 from .tinker.trainers import Trainers
@@ -234,7 +234,7 @@ class ServedModels:
         return await self.serving.find(broker, name)
 
     async def _sampled(self, broker: Broker, path: str) -> SampledPath:
-        name = await self._trainers.source(broker, path)
+        name = CheckpointName.parse(path)
         if name.kind == "external_weights":
             raise errors.ConfigError(
                 f"{path} was saved for download and cannot be sampled from",

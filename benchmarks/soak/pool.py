@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +123,14 @@ class Pool(Stack):
 
     # -- starting and ending -----------------------------------------------------------------
 
-    def start(self, role: str, name: str = "", *, shift_s: float = 0.0) -> int:
+    def start(
+        self,
+        role: str,
+        name: str = "",
+        variables: Mapping[str, str] | None = None,
+        *,
+        shift_s: float = 0.0,
+    ) -> int:
         """Start a service by its name; return its process id.
 
         `shift_s`: its clock goes by so much before the machine's.
@@ -136,17 +143,17 @@ class Pool(Stack):
             command += self._node_options
         if kind == "gateway":
             command += ["--port", str(self.gateway_port)]
-        variables: dict[str, str] = {}
+        settings = dict(variables or {})
         if self.secrets is not None:
-            variables[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(kind))
-            variables[KEY_VARIABLE] = ""
+            settings[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(kind))
+            settings[KEY_VARIABLE] = ""
         if kind == "auth":
-            variables[SECRETS_VARIABLE] = str(self.secrets.folder if self.secrets else "")
+            settings[SECRETS_VARIABLE] = str(self.secrets.folder if self.secrets else "")
         if shift_s:
-            variables[SHIFT_VARIABLE] = str(shift_s)
+            settings[SHIFT_VARIABLE] = str(shift_s)
             given = os.environ.get("PYTHONPATH", "")
-            variables["PYTHONPATH"] = os.pathsep.join([str(_SHIFTED), str(REPOSITORY), given])
-        return self._run(role, command, variables)
+            settings["PYTHONPATH"] = os.pathsep.join([str(_SHIFTED), str(REPOSITORY), given])
+        return self._run(role, command, settings)
 
     def start_client(self, name: str, server_url: str) -> int:
         """Start a user's program that hosts the game of a job."""

@@ -23,7 +23,7 @@ from ..inference.run_inference import open_served, play_served
 from ..pool import Pool, is_token
 from ..run import Evaluated, EvaluationSettings, evaluate_both
 from ..run import evaluate as run_evaluation
-from ..verify import Check, Verification
+from ..verify import RecordCheck, Verification
 from ..verify import verify as verify_run
 from .output import (
     literal,
@@ -428,7 +428,7 @@ async def _verified(pool: Pool, name: str, replay_at: str) -> tuple[JobRecord, V
             await pool.archive_run(record.job)
     verification = await verify_run(pool.broker, record)
     if replay_at:
-        check = verification.checks["replay"] = Check("replay", seen="weights compared")
+        check = verification.checks["replay"] = RecordCheck("replay", seen="weights compared")
         code = await asyncio.to_thread(_replay_here, replay_at, record)
         if code == DIFFERENT:
             check.wrong("the weights differ from those of the newest checkpoint")

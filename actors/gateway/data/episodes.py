@@ -237,7 +237,7 @@ MIN_STEP_TOKENS = 512
 """Tokens of a step that a page shows at least; a page shows about `MAX_TOKENS`."""
 
 
-class Step(NamedTuple):
+class EpisodeStep(NamedTuple):
     """One turn."""
 
     row: int
@@ -250,13 +250,13 @@ class Step(NamedTuple):
     """When it ended, in seconds since the epoch; 0: unknown."""
 
 
-def steps_of(group: Group, number: int) -> list[Step]:
+def steps_of(group: Group, number: int) -> list[EpisodeStep]:
     """Return the steps of an episode: of all its rows, or of all that learnt in its game.
 
     They are ordered by calls, else by time; where times are unknown, the players alternate.
     """
     steps = [
-        Step(row, turn, None if calls is None else int(calls.numbers[turn]), time)
+        EpisodeStep(row, turn, None if calls is None else int(calls.numbers[turn]), time)
         for row in rows_of(group, number)
         for trajectory in [group.trajectories[row]]
         for calls in [trajectory.calls]
@@ -290,7 +290,7 @@ def _table(group: Group, number: int) -> list[int]:
 
 
 def show_steps(
-    group: Group, steps: Sequence[Step], first: int, texts: TokenTexts
+    group: Group, steps: Sequence[EpisodeStep], first: int, texts: TokenTexts
 ) -> list[dict[str, Any]]:
     """Return `STEPS_PER_PAGE` steps from the index `first` on.
 
@@ -338,7 +338,7 @@ class _Row:
                 goes_on = message > max(0, other._answers[0])
                 self._behind = other.number if goes_on else None
 
-    def take(self, step: Step, started: float, most: int) -> tuple[dict[str, Any], slice]:
+    def take(self, step: EpisodeStep, started: float, most: int) -> tuple[dict[str, Any], slice]:
         """Return a step, which follows those taken before, and the places of its tokens."""
         turn, answer = self._turns[step.turn], self._answers[step.turn]
         is_last = step.turn == len(self._turns) - 1
@@ -377,6 +377,7 @@ def text_of(trajectory: Trajectory) -> str:
 
 
 def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a message: reasoning, parts and tool calls."""
     shown = show_message(message)
     yield shown["reasoning"]
     yield from (part["text"] for part in shown["parts"] if part["kind"] == "text")
