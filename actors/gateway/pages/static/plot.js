@@ -14,6 +14,7 @@
     if (size >= 100 || Number.isInteger(value)) return value.toLocaleString("en", { maximumFractionDigits: 0 });
     return size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
   };
+  const whole = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
   const clock = (seconds) => {
     if (seconds < 120) return `${short(seconds)} s`;
     return seconds < 7200 ? `${short(seconds / 60)} min` : `${short(seconds / 3600)} h`;
@@ -98,7 +99,7 @@
       return {
         width: this.width(), height: this.height, bands, series,
         scales: { x: { time: false }, y: log ? { distr: 3 } : { range: padded } },
-        axes: [{ ...axis, size: 24, values: (_, splits) => splits.map((one) => (one === null ? "" : format(one))) }, { ...axis, size: 52, values: (_, splits) => splits.map(short) }],
+        axes: [{ ...axis, size: 24, ...(x === "time" ? {} : { incrs: whole }), values: (_, splits) => splits.map((one) => (one === null ? "" : format(one))) }, { ...axis, size: 52, values: (_, splits) => splits.map(short) }],
         legend: { show: false },
         hooks: { setCursor: [(plot) => this.onCursor(plot.cursor.idx)] },
         cursor: { sync: { key: sync.key }, drag: { x: true, y: false }, points: { size: 6 } },
