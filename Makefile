@@ -36,7 +36,7 @@ quickstart-real: $(VENV)/worker.stamp  ## Train a language model of 135 million 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-test: $(VENV)/dev.stamp programs  ## Run the core of the tests, within five minutes on two cores
+test: $(VENV)/dev.stamp programs  ## Run the core of the tests, in about seven minutes on two cores
 	$(PYTEST)
 
 test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in about half an hour
