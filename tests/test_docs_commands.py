@@ -200,7 +200,9 @@ def programs() -> dict[str, set[str]]:
     for _, words in [*called("python", "python3"), *python]:
         name = words[2] if words[1] == "-m" else words[1]
         needs_others = ("tinker_cookbook.", "examples/agents/")
-        is_others = name in {"venv", "nltk.downloader"} or name.startswith(needs_others)
+        is_others = name in {"build", "twine", "venv", "nltk.downloader"} or name.startswith(
+            needs_others
+        )
         if name in titles or is_others or (TRIED / name).is_file():
             continue  # what a page lets one write, what others have made, what their SDKs run
         options = {word.partition("=")[0] for word in words[2:] if word.startswith("--")}

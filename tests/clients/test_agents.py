@@ -139,7 +139,7 @@ def test_a_dry_run_runs_the_program_once(cli: Cli, made: Path) -> None:
 
 
 def test_commands_for_games_name_those_for_agents(cli: Cli, made: Path) -> None:
-    for name in ("check", "play", "eval"):
+    for name in ("check", "play"):
         done = cli("env", name, "agent.yaml")
         assert done.code == 2
         assert "`tinkermq agent check agent.yaml`" in done.err

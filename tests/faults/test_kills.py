@@ -114,7 +114,8 @@ async def test_a_rank_of_the_learner_killed_amid_training(
 ) -> None:
     learner = {"slots": 2, "ranks": 2}
     job = await stack.submit(small_job(model, env=gate.env(4), learner=learner))
-    await job.until_step(4)  # the last checkpoint, of both ranks, is that of step 3
+    await job.until_step(4)
+    await job.until_event("checkpoint_saved")  # of both ranks, at step 3
     pid = await job.pid("learner")
     [rank] = psutil.Process(await job.pid("rank-1")).children()
     rank.kill()
@@ -141,7 +142,8 @@ async def test_a_learner_killed_amid_ppo_over_turns_with_a_curriculum(
     stack: Stack, model: Path, gate: Gate
 ) -> None:
     job = await stack.submit(small_job(model, env=gate.env(7, "HeldGuess"), **PPO))
-    await job.until_step(5)  # the last checkpoint, with its critic, is that of step 3
+    await job.until_step(5)
+    await job.until_event("checkpoint_saved")  # with its critic, at step 3
     await job.kill("learner")
     gate.open()
     recovered = await job.until_event("training_recovered")
@@ -204,10 +206,9 @@ async def test_who_validates_killed_in_the_middle_of_a_validation(
 
 @pytest.mark.full
 async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
-    stack: Stack, model: Path, gate: Gate
+    stack: Stack, model: Path
 ) -> None:
-    env = {**gate.env(10), "num_val": 24}  # of which 24 episodes are of version 0
-    config = small_job(model, env=env, training={"test_freq": 6})
+    config = small_job(model, env={**SLOW, "num_val": 24}, training={"test_freq": 6})
     job = await stack.submit(config)
     stream, results = job.scope.stream_validation, job.scope.validation_result(6, "*")
 
@@ -217,7 +218,6 @@ async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
     await job.until_streams()
     await job.eventually(some_are_played, "the validation of version 6")
     await job.kill("learner")
-    gate.open()
     await assert_nothing_lost(job)
     validations = await job.validations()
     assert set(validations) == {0, 6, 12}

@@ -4,6 +4,7 @@
 packs all into tests/fixtures. Nothing there is changed afterwards: a release adds its own.
 """
 
+import argparse
 import asyncio
 import json
 import platform
@@ -43,7 +44,7 @@ async def write(target: Path) -> None:
             await save_all(stack.broker, folder / "backup")
         about = {"version": VERSION, "folder": name, "machine": _machine()}
         (folder / "about.json").write_text(json.dumps(about))
-        with tarfile.open(target, "w:xz") as archive:
+        with tarfile.open(target, "x:xz") as archive:
             for part in _PARTS:
                 archive.add(folder / part, part)
 
@@ -87,4 +88,5 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(write(FIXTURES / f"written_by_{VERSION}.tar.xz"))

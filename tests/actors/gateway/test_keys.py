@@ -132,6 +132,7 @@ _BODIES: dict[str, dict[str, Any]] = {
     "resume": {},
     "scale": {"role": "generator", "count": 2},
     "priority": {"priority": 3},
+    "failed": {"decision": "drop", "tasks": "1"},
 }
 
 

@@ -187,7 +187,7 @@ async def test_the_tree_of_an_episode_shows_what_calls_and_branches_were_rewarde
         {**call, "call": 0, "text": "I ask both"},
         {**call, "call": 1, "reward": 0.25, "branch_reward": -1.5, "name": "reader"},
         {**call, "call": 2, "parent": 1, "branch": "edited", "reward": 0.0},
-        {**call, "call": 3, "row": None, "untrained": "apart", "branch_reward": 2, "name": HOSTILE},
+        {**call, "call": 3, "row": None, "untrained": "other", "branch_reward": 2, "name": HOSTILE},
     ]
     group = make_group([two_turns(info={"calls": calls})], 1)
     await RolloutLog(stack.broker, JobScope("local", record.job)).append(group)
@@ -199,7 +199,7 @@ async def test_the_tree_of_an_episode_shows_what_calls_and_branches_were_rewarde
         assert shown == [[], ["+0.25", "branch -1.5"], ["+0"], ["branch +2"]]
         await expect(rows.nth(1).locator("td").first).to_have_text(re.compile("1 +reader"))
         await expect(rows.nth(1).locator(".minus")).to_have_text("branch -1.5")
-        await expect(rows.nth(3)).to_contain_text("no: nothing of it reached the outcome")
+        await expect(rows.nth(3)).to_contain_text("no: not of the main conversation")
         await expect(rows.nth(3)).to_contain_text(HOSTILE)
 
 
