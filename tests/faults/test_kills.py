@@ -46,8 +46,9 @@ async def test_a_generator_and_then_an_environment_host_killed_amid_episodes(
     await job.until_step(4)
     killed = await job.kill("generator-0")
     assert await TaskQueue(stack.broker, job.scope).pending_numbers(), "it held no task"
-    gate.let(14)  # of which some are no one's any more
-    await job.until_step(8)
+    gate.let(11)  # of which some are no one's any more
+    await job.until_step(7)
+    await job.eventually(gate.holds, "an episode that is held")
     assert not alive(killed)
     await job.kill("environment-0")
     gate.open()

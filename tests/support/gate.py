@@ -47,6 +47,10 @@ class Gate:
         """Hold nothing any more."""
         self._write(math.inf)
 
+    async def holds(self) -> bool:
+        """Return whether an episode that is not let has begun."""
+        return self.file.with_suffix(".begun").stat().st_size > float(self.file.read_text())
+
     def _write(self, num_episodes: float) -> None:
         new = self.file.with_suffix(".new")
         new.write_text(str(num_episodes))
