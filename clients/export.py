@@ -19,8 +19,6 @@ from ..schemas.wire.images import plain_text
 from .cli.output import jsonable
 from .run_records import EpisodeFilter, LoggedEpisode, episodes_in_order
 
-_ROW_GROUP = 512
-"""Rows of a row group."""
 _ROW_GROUP_BYTES = 32 << 20
 """Bytes of tokens and messages after which a row group ends earlier."""
 
@@ -71,7 +69,12 @@ SCHEMA = pa.schema(
 
 
 async def write_parquet(
-    rollouts: RunRollouts, step_of: dict[int, int], chosen: EpisodeFilter, path: Path
+    rollouts: RunRollouts,
+    step_of: dict[int, int],
+    chosen: EpisodeFilter,
+    path: Path,
+    *,
+    rows_per_group: int = 512,
 ) -> int:
     """Write the episodes that a filter selects, in the order of the log; return their number.
 
@@ -92,7 +95,7 @@ async def write_parquet(
                 async for episode in episodes:
                     rows.append(_row(episode))
                     num_rows, num_bytes = num_rows + 1, num_bytes + _size(episode.trajectory)
-                    if len(rows) >= _ROW_GROUP or num_bytes >= _ROW_GROUP_BYTES:
+                    if len(rows) >= rows_per_group or num_bytes >= _ROW_GROUP_BYTES:
                         _write(writer, rows)
                         rows, num_bytes = [], 0
             _write(writer, rows)

@@ -251,9 +251,10 @@ async def get_timeline(request: Request) -> Response:
     """Answer with the spans of some steps as a trace file, for Perfetto."""
     visitor, record = await rollouts.job_of(request)
     first, last = number_in(request, "from", least=1), number_in(request, "to", least=1)
-    if last is None:
-        first, last = (MAX_STEPS, 0) if first is None else (first, first + MAX_STEPS - 1)
-    traces = await traces_of(visitor.broker, record.scope, first or 1, last)
+    if first is not None and last is None:
+        last = first + MAX_STEPS - 1
+    num = MAX_STEPS if last is None else last - (first or 1) + 1
+    traces = await traces_of(visitor.broker, record.scope, num, last)
     return Json(trace_file(span for trace in traces for span in spans_of(trace)))
 
 

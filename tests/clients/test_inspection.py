@@ -26,6 +26,7 @@ from tinkermq.broker.feed import (
 )
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.kept_rollouts import RunRollouts
 from tinkermq.broker.presence import PresenceBeat
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.clients.cli.doctor import (
@@ -37,7 +38,8 @@ from tinkermq.clients.cli.doctor import (
 )
 from tinkermq.clients.cli.inspection import send_spans
 from tinkermq.clients.cli.runs import _describe_failure, _describe_reason
-from tinkermq.clients.export import SCHEMA
+from tinkermq.clients.export import SCHEMA, write_parquet
+from tinkermq.clients.run_records import EpisodeFilter, read_steps
 from tinkermq.schemas.checks import CheckResult
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.machines import MachineList, MachineStatus
@@ -110,15 +112,19 @@ async def run(broker: Broker, scope: JobScope) -> JobRecord:
 
 
 async def test_a_runs_episodes_are_written_as_parquet(
-    broker: Broker, run: JobRecord, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, run: JobRecord, cli: Cli, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tinkermq.clients.export._ROW_GROUP", 2)
     file = tmp_path / "new" / "run.parquet"
     words = ("rollouts", run.name, "--to", str(file), "--nats-url", broker.url)
     told = await aside(cli, *words, "--json")
     assert json.loads(told.out) == {"file": str(file), "episodes": 3}, told.err
+    whole = pq.read_table(file)
+    there = await RunRollouts.open(broker, run.scope, run.run_dir)
+    steps = await read_steps(broker, run.scope, there)
+    assert await write_parquet(there, steps, EpisodeFilter(), file, rows_per_group=2) == 3
     read = pq.ParquetFile(file)
     assert (read.num_row_groups, read.schema_arrow) == (2, SCHEMA)
+    assert read.read() == whole
     first, second, failed = read.read().to_pylist()
     assert (first["seq"], first["task"], first["step"], first["reward"]) == (1, 0, 1, 0.25)
     assert first["token_ids"] == [1, 2, 3, 4]

@@ -30,7 +30,7 @@ from benchmarks.learner_step import (
 from benchmarks.sizes import QWEN3, SIZES, save_random_weights
 from tests.gpu.material import Peak
 from tests.gpu.report import ROWS, Recorder
-from tests.support.allocations import equal_sequences, estimated_for_step
+from tests.support.allocations import equal_sequences, estimated_for_step, job_of_length
 
 pytestmark = [pytest.mark.gpu_machine, pytest.mark.timeout(300)]
 MIN_UTILISATION = 0.2
@@ -100,22 +100,9 @@ def test_a_step_at_the_shapes_of_peers(
 
 def peer_config(peer: PeerShape, folder: Path, length: int) -> JobConfig:
     """Return a job whose sequences have `length` tokens."""
-    prompt = length // 8
     passes = {"max_row_tokens": length, "microbatch_tokens": length}
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "none"},
-            "rollout": {
-                "max_prompt_tokens": prompt,
-                "max_turn_tokens": length - prompt,
-                "max_response_tokens": length - prompt,
-            },
-            "algorithm": {"correction": "none"},
-            "lora": {"rank": peer.lora_rank},
-            "learner": {"lr": 1e-6} | ({} if torch.cuda.is_available() else passes),
-        }
-    )
+    learner = {} if torch.cuda.is_available() else passes
+    return job_of_length(folder, length, learner, lora={"rank": peer.lora_rank})
 
 
 def measured_step(

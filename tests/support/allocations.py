@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,25 @@ def largest_allocation(work: Callable[[], object]) -> int:
         largest = max(largest, held)
     assert events, "the profiler saw no allocation"
     return largest
+
+
+def job_of_length(folder: Path, length: int, learner: dict[str, Any], **sections: Any) -> JobConfig:
+    """Return a job for the model in a folder whose sequences have `length` tokens."""
+    answer = length - length // 8
+    return JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "rollout": {
+                "max_prompt_tokens": length // 8,
+                "max_turn_tokens": answer,
+                "max_response_tokens": answer,
+            },
+            "algorithm": {"correction": "none"},
+            "learner": {"lr": 1e-6, **learner},
+            **sections,
+        }
+    )
 
 
 def equal_sequences(vocab: int, length: int, num: int) -> TrainingBatch:

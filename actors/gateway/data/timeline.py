@@ -30,16 +30,17 @@ WIDTH, LABEL, LANE = 1200, 150, 18
 """Units of the drawing."""
 
 
-async def traces_of(broker: Broker, scope: JobScope, first: int, last: int) -> list[StepTrace]:
-    """Return the traces of some steps, in order; of a repeated step the later one.
+async def traces_of(
+    broker: Broker, scope: JobScope, num: int, last: int | None = None
+) -> list[StepTrace]:
+    """Return the traces of `num` steps up to `last`, in order; of a repeated step the later one.
 
-    `last` 0: the newest `first` steps. Raises NotFoundError if there are none, MessageError for
+    Without `last` they are the newest. Raises NotFoundError if there are none, MessageError for
     more than `MAX_STEPS`.
     """
-    if last and last - first >= MAX_STEPS:
+    if num > MAX_STEPS:
         raise MessageError(
-            f"steps {first} to {last} were asked for",
-            hint=f"ask for at most {MAX_STEPS} steps at a time",
+            f"{num} steps were asked for", hint=f"ask for at most {MAX_STEPS} steps at a time"
         )
     newest = stored = None
     if (await stream_info(broker, scope.stream_trace))["state"]["messages"]:
@@ -47,7 +48,8 @@ async def traces_of(broker: Broker, scope: JobScope, first: int, last: int) -> l
         newest = next(iter(parse_all([stored], StepTrace)), None) if stored else None
     if stored is None or newest is None:
         raise NotFoundError("this run has no traces of steps", hint="its first step is not over")
-    first, last = (first, last) if last else (max(1, newest.step - first + 1), newest.step)
+    last = newest.step if last is None else last
+    first = max(1, last - num + 1)
     for repeated in _REPEATED:
         start = max(1, stored.seq - (newest.step - first) - repeated)
         stop = min(stored.seq, start + last - first + 2 * repeated)

@@ -193,8 +193,8 @@ async def job_timeline(request: Request) -> Response:
     visitor, record = await rollouts.job_of(request)
     step, shown, problem = number_in(request, "step", least=1), None, ""
     try:
-        traces = await traces_of(visitor.broker, record.scope, step or 1, step or 0)
-        shown = show_timeline(traces[-1])
+        [trace] = await traces_of(visitor.broker, record.scope, 1, step)
+        shown = show_timeline(trace)
     except NotFoundError as error:
         problem = f"{error.message}: {error.hint}"
     more = {"timeline": shown, "problem": problem, "lane": LANE, "width": WIDTH}
