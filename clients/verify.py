@@ -23,7 +23,7 @@ from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.number_set import NumberSet
 from ..schemas.rollout import check_group
 from ..schemas.task import BatchRecord
-from ..schemas.wire.errors import MessageError, StateError
+from ..schemas.wire.errors import MessageError, NotFoundError, StateError
 
 CheckName = Literal["steps", "tasks", "once", "tokens", "versions", "replay"]
 MEANINGS: dict[CheckName, str] = {
@@ -129,6 +129,7 @@ class _Verifier:
         """Every task number below it was issued."""
         self._num_tokens = 0
         self._largest_lag = 0
+        self._has_queue = True
         names: tuple[CheckName, ...] = ("steps", "tasks", "once", "tokens", "versions")
         self._result = Verification({name: RecordCheck(name) for name in names})
 
@@ -138,7 +139,7 @@ class _Verifier:
     async def verify(self) -> Verification:
         # A task is in the queue until its group is in the log, and there until it is decided: read
         # in this order, none is missed.
-        result, queued = self._result, await self._queue.pending_numbers()
+        result, queued = self._result, await self._pending()
         last, newest = await self._log.last_seq(), await self._batches.last_seq()
         later, first_step = 0, 0
         async with aclosing(self._batches.backwards()) as records:
@@ -162,6 +163,16 @@ class _Verifier:
         )
         checks["versions"].applies = bool(result.num_whole) and self._plays
         return result
+
+    async def _pending(self) -> set[int]:
+        """Return the numbers of queued tasks; archives of ended runs leave the queue out."""
+        try:
+            return await self._queue.pending_numbers()
+        except NotFoundError:
+            if self._record.state not in FINAL_STATES:
+                raise
+            self._has_queue = False
+            return set()
 
     def _check_first(self, first_step: int) -> None:
         """Check that the records begin with the run, or behind the checkpoint that it forked."""
@@ -287,6 +298,8 @@ class _Verifier:
             return "decided before the fork"
         if not self._has_completed:
             return "reserved or not issued yet"
+        if not self._has_queue:
+            return "in its queue, which was not archived, or lost"
         return "reserved" if self._config.training.tasks == "external" else ""
 
     @property

@@ -394,8 +394,8 @@ def verify(run: str, /, *, replay: bool = False, common: Common = COMMON) -> int
     """Check from a run's stored records that each task was trained once, from fresh tokens.
 
     The exit status is 1 if a check fails. A run that goes on is checked so far; an archived one is
-    restored for the check. What the rollout log no longer holds is not checked: with
-    `training.keep_rollouts=true` it holds all.
+    restored for the check, without its queue of tasks. What the rollout log no longer holds is not
+    checked: with `training.keep_rollouts=true` it holds all.
 
     Parameters
     ----------

@@ -40,6 +40,7 @@ from tinkermq.schemas.wire.subjects import (
 )
 
 from tests.actors.scheduler.conftest import Stack
+from tests.clients.command import tinkermq
 from tests.support.hollow_model import make_hollow
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually
@@ -212,6 +213,12 @@ async def test_an_archived_job_keeps_its_folder_and_comes_back_as_it_was(stack: 
     assert _beside(job) == [".archives", "kept"]
     with pytest.raises(StateError, match="archived"):
         await stack.ask("resume", JobRequest(job=job.job))
+    words = ("verify", "kept", "--json", "--nats-url", stack.broker.url)
+    verified = await asyncio.to_thread(tinkermq, *words)
+    assert verified.out, verified.err
+    seen = {check["check"]: check["seen"] for check in json.loads(verified.out)["checks"]}
+    assert seen["steps"] == "steps recorded: 1", verified.err
+    assert (await pool.find("kept")).archived is not None, "it was restored for the check alone"
     await asyncio.gather(*(pool.archive_run("kept", undo=True) for _ in range(2)))
     assert await read_events(stack.broker, job.scope) == events
     assert [record for _, record in await BatchLog(stack.broker, job.scope).read_all()] == [
