@@ -27,6 +27,7 @@ from tinkermq.clients import (
     Run,
 )
 from tinkermq.clients.pool import Pool
+from tinkermq.clients.verify import MEANINGS
 from tinkermq.schemas.job import JobList, ListRequest
 from tinkermq.schemas.wire.errors import (
     ConfigError,
@@ -474,6 +475,12 @@ async def test_a_run_is_read(stack: Stack, model: Path) -> None:
         assert repr(notebook) == f"Run({name!r}, COMPLETED)"
     assert name in shown
     assert "<polyline" in shown
+    words = ("verify", name, "--replay", "--json", "--nats-url", stack.server.url)
+    verified = await asyncio.to_thread(tinkermq, *words)
+    assert verified.code == 0, verified
+    checks = json.loads(verified.out)["checks"]
+    results = {check["check"]: check["result"] for check in checks}
+    assert results == dict.fromkeys(MEANINGS, "passed")
 
 
 async def test_checkpoints_of_a_run_are_evaluated_and_compared(stack: Stack, model: Path) -> None:
