@@ -201,6 +201,10 @@ class EngineStats:
     """Seconds that decoding paused at the last weight swap."""
     paused_s: float
     """Seconds of all pauses so far, at swaps and asleep."""
+    drafted_per_s: float
+    """Tokens that speculative decoding proposes per second."""
+    accepted_per_s: float
+    """Proposed tokens per second that became generated ones."""
     cache_bytes: int
     """Memory of the KV cache, including cached prefixes."""
     weight_bytes: int = 0
@@ -368,10 +372,12 @@ class Meter:
         self.generated = 0
         self.prefilled = 0
         self.reused = 0
+        self.drafted = 0
+        self.accepted = 0
         self.busy_s = 0.0
         self.last_pause_s = 0.0
         self.paused_s = 0.0
-        self._marks = deque([(time.monotonic(), 0, 0.0)], maxlen=11)
+        self._marks = deque([(time.monotonic(), self._counted())], maxlen=11)
 
     def paused(self, pause_s: float) -> None:
         """Count a pause of decoding for new weights."""
@@ -386,7 +392,7 @@ class Meter:
         """Record the counters periodically; call it after each step."""
         now = time.monotonic()
         if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
-            self._marks.append((now, self.generated, self.busy_s))
+            self._marks.append((now, self._counted()))
 
     def stats(
         self,
@@ -399,7 +405,7 @@ class Meter:
         weight_bytes: int = 0,
     ) -> EngineStats:
         """Return an engine's statistics: the counters, and values that the engine passes."""
-        tokens_per_s, busy_share = self.rates()
+        tokens_per_s, drafted_per_s, accepted_per_s, busy_share = self._rates()
         return EngineStats(
             version=version,
             running=running,
@@ -410,6 +416,8 @@ class Meter:
             generated_tokens=self.generated,
             prefilled_tokens=self.prefilled,
             reused_tokens=self.reused,
+            drafted_per_s=drafted_per_s,
+            accepted_per_s=accepted_per_s,
             busy_s=self.busy_s,
             last_pause_s=self.last_pause_s,
             paused_s=self.paused_s,
@@ -417,14 +425,20 @@ class Meter:
             weight_bytes=weight_bytes,
         )
 
-    def rates(self) -> tuple[float, float]:
-        """Return tokens per second and the busy share, over about the last 10 s."""
-        now = time.monotonic()
+    def _counted(self) -> tuple[float, ...]:
+        return self.generated, self.drafted, self.accepted, self.busy_s
+
+    def _rates(self) -> tuple[float, float, float, float]:
+        """Return generated, drafted and accepted tokens per second, and the busy share, over about
+        the last 10 s."""
+        now, counted = time.monotonic(), self._counted()
         recent = [mark for mark in tuple(self._marks) if now - mark[0] <= _RATE_WINDOW_S]
-        then, generated, busy_s = recent[0] if recent else (0.0, self.generated, self.busy_s)
+        then, before = recent[0] if recent else (0.0, counted)
         elapsed = max(now - then, 1e-6)
-        share = min(1.0, (self.busy_s - busy_s) / elapsed)
-        return (self.generated - generated) / elapsed, share
+        generated, drafted, accepted, busy_s = (
+            (value - old) / elapsed for value, old in zip(counted, before, strict=True)
+        )
+        return generated, drafted, accepted, min(1.0, busy_s)
 
 
 # -- checks of requests ----------------------------------------------------------------------------
@@ -571,6 +585,8 @@ def report_engine(context: JobContext, stats: EngineStats, **more: float) -> Non
     context.presence = context.presence.model_copy(update={"version": stats.version})
     context.numbers.update(
         tokens_per_s=stats.tokens_per_s,
+        drafted_per_s=stats.drafted_per_s,
+        accepted_per_s=stats.accepted_per_s,
         busy_share=stats.busy_share,
         running=stats.running,
         waiting=stats.waiting,

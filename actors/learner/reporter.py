@@ -187,9 +187,17 @@ class Generators:
     """The numbers in the generators' last heartbeats."""
 
     tokens_per_s: float = 0.0
+    drafted_per_s: float = 0.0
+    """Tokens that speculative decoding proposes."""
+    accepted_per_s: float = 0.0
     count: int = 0
     hosts: frozenset[str] = frozenset()
     """The generators' machines."""
+
+    def speculation(self) -> dict[str, float]:
+        """Return the metric of speculative decoding, if tokens are proposed."""
+        proposed = self.drafted_per_s
+        return {"rollout/accepted_share": self.accepted_per_s / proposed} if proposed else {}
 
 
 @dataclass
@@ -255,6 +263,7 @@ class Reporter:
                 "rollout/tokens_per_s": self.generators.tokens_per_s,
                 "rollout/num_generators": float(self.generators.count),
                 "broker/groups_waiting": float(len(intake.candidates())),
+                **self.generators.speculation(),
                 **{f"rollout/dropped/{key}": float(n) for key, n in drops.num_by_reason.items()},
             }
         )
@@ -344,8 +353,9 @@ class Reporter:
 
     def _note_generators(self, entries: Sequence[Entry[Presence]]) -> None:
         generators = [entry.value for entry in entries if entry.value.role == "generator"]
+        rates = ("tokens_per_s", "drafted_per_s", "accepted_per_s")
         self.generators = Generators(
-            tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in generators),
+            *(sum(item.numbers.get(key, 0.0) for item in generators) for key in rates),
             count=len(generators),
             hosts=frozenset(item.host for item in generators),
         )

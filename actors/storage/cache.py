@@ -204,6 +204,9 @@ def _with_paths(
         "critic": _with_local(config.critic, local, "path"),
         "algorithm": algorithm.renamed({path: teachers(path) for path in named if path}),
         "policies": {role: local(path) for role, path in config.policies.items()},
+        "generator": config.generator.model_copy(
+            update={"speculation": _with_local(config.generator.speculation, local, "draft")}
+        ),
     }
     return config.model_copy(update=changes)
 

@@ -114,6 +114,20 @@ class EnvConfig(Section):
     """An episode that is neither stepped nor closed for this long is freed."""
 
 
+class SpeculationConfig(Section):
+    """Speculative decoding in vLLM."""
+
+    num_tokens: int = Field(default=0, ge=0, le=8)
+    """Tokens proposed for a request in each step, of which the policy accepts some; 0: off."""
+    draft: str | None = Field(default=None, json_schema_extra=when("num_tokens"))
+    """Model that proposes them, with the policy's tokenizer, as `model.path`; default: none, they
+    are looked up in the request's own text."""
+    longest_match: int = Field(default=5, ge=1, le=64, json_schema_extra=when("num_tokens"))
+    """Without a draft model: the most last tokens to look up; what followed them is proposed."""
+    shortest_match: int = Field(default=2, ge=1, le=64, json_schema_extra=when("num_tokens"))
+    """Without a draft model: the fewest last tokens to look up."""
+
+
 class GeneratorConfig(Section):
     """The rollout generators."""
 
@@ -155,6 +169,9 @@ class GeneratorConfig(Section):
     8192."""
     compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
     """Compile the model and record CUDA graphs: slower start, faster generation."""
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    """Several tokens per step, of the same distribution ([speculative
+    decoding](engines.md#speculative-decoding))."""
     dtype: Dtype = "auto"
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)

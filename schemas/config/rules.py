@@ -274,6 +274,50 @@ _REPLAY_RULES = (
     ),
 )
 
+
+def _no_speculation(key: str, when: "Callable[[JobConfig], Any]", because: str) -> Rule:
+    return Rule(key, lambda job: job.generator.speculation.num_tokens and when(job), because)
+
+
+_SPECULATION_RULES = (
+    _no_speculation(
+        "generator.speculation",
+        lambda job: job.generator.engine != "vllm",
+        "is built for vLLM: set generator.engine=vllm, or remove it",
+    ),
+    _no_speculation(
+        "generator.batch_invariant",
+        lambda job: job.generator.batch_invariant,
+        "cannot be kept with generator.speculation, where the number of proposed tokens depends on "
+        "what else is in the batch: remove one of them",
+    ),
+    _no_speculation(
+        "generator.speculation.shortest_match ({generator.speculation.shortest_match})",
+        lambda job: (
+            job.generator.speculation.shortest_match > job.generator.speculation.longest_match
+        ),
+        "is over longest_match ({generator.speculation.longest_match}): lower it",
+    ),
+    _no_speculation(
+        "generator.speculation.draft",
+        lambda job: (
+            job.generator.speculation.draft
+            and {"longest_match", "shortest_match"} & job.generator.speculation.model_fields_set
+        ),
+        "proposes tokens, and so longest_match and shortest_match have no effect: remove them",
+    ),
+    _no_speculation(
+        "generator.max_batched_tokens ({generator.max_batched_tokens})",
+        lambda job: (
+            (job.generator.max_batched_tokens or float("inf"))
+            < job.generator.num_requests * (1 + job.generator.speculation.num_tokens)
+        ),
+        "has no room for generator.speculation.num_tokens ({generator.speculation.num_tokens}) and "
+        "one more of each of {generator.num_requests} requests: raise it, or lower "
+        "generator.max_requests",
+    ),
+)
+
 _SFT_RULES = (
     Rule(
         "algorithm.loss=sft",
@@ -438,6 +482,7 @@ RULES = (
     ),
     *TEACHER_RULES,
     *_REPLAY_RULES,
+    *_SPECULATION_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
     Rule(

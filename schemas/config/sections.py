@@ -514,6 +514,7 @@ def model_paths(job: "JobConfig") -> dict[str, str]:
         "critic.path": job.critic.path,
         **{f"policies.{role}": path for role, path in job.policies.items()},
         "algorithm.reference.path": job.algorithm.reference.path,
+        "generator.speculation.draft": job.generator.speculation.draft,
         **{f"algorithm.teacher.{name}": it for name, it in job.algorithm.loaded_teachers.items()},
     }
     return {key: path for key, path in named.items() if path is not None}

@@ -435,6 +435,10 @@ class EngineLoad:
     """Of the policies of other roles, on the same card."""
     share: float | None = None
     """Of the card; None: all but fragments."""
+    draft: ModelShape | None = None
+    """The model that proposes tokens."""
+    num_proposed: int = 0
+    """Tokens proposed per request and step."""
 
     @property
     def token_bytes(self) -> int:
@@ -442,9 +446,12 @@ class EngineLoad:
 
         The transformers engine holds all tokens in layers that see a window, too.
         """
-        cache = self.shape.cache
-        divided = 1 if cache.is_latent else max(1, min(self.cards, self.shape.kv_heads))
-        return cache.token_bytes(self.cache_bytes) // divided
+        num_bytes = 0
+        for shape in (self.shape, self.draft):
+            if shape is not None:
+                divided = 1 if shape.cache.is_latent else max(1, min(self.cards, shape.kv_heads))
+                num_bytes += shape.cache.token_bytes(self.cache_bytes) // divided
+        return num_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -466,7 +473,7 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
     widest = 2 * shape.hidden + 3 * shape.intermediate + shape.attention_width + 2 * shape.kv_width
     activations = load.batched_tokens * widest * 2 // load.cards
     images = load.batched_tokens * _widest_vision(shape.vision) * 2
-    logits = 3 * 4 * shape.vocab * load.max_requests
+    logits = 3 * 4 * shape.vocab * load.max_requests * (1 + load.num_proposed)
     terms = [
         Term("weights", weights, quantise),
         Term("activations", activations, "lower generator.max_batched_tokens"),

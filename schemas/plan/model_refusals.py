@@ -86,6 +86,31 @@ STALE_IN_VLLM = ("ernie4_5_moe", "lfm2_moe")
 """Families of which vLLM 0.32 has not been seen to compute new versions as the learner does."""
 
 
+def refuse_draft(
+    draft: str, config: Mapping[str, Any], path: str, policy: Mapping[str, Any] | None
+) -> None:
+    """Raise ModelError for a model that cannot propose tokens for a policy.
+
+    `config` is its config.json, `policy` that of the policy in `path`, if known.
+    """
+    refuse_without_decoder(draft, config)
+    if policy is None:
+        return
+    sizes = [text_config(each).get("vocab_size") for each in (config, policy)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"generator.speculation.draft={draft} has {sizes[0]} tokens, and {path} has {sizes[1]}",
+            hint="name a model with the same tokenizer and vocabulary, or remove it: then tokens "
+            "are looked up in the request's own text",
+        )
+    if "vision_config" in policy or "vision_config" in config:
+        raise ModelError(
+            f"generator.speculation.draft={draft} cannot propose tokens for {path}: vLLM's draft "
+            "models neither see images nor know their positions",
+            hint="remove it: then tokens are looked up in the request's own text",
+        )
+
+
 def refuse_in_vllm(path: str, config: Mapping[str, Any], *, adapts: bool) -> None:
     """Raise ModelError for a family that vLLM does not compute, or not with new weights.
 

@@ -108,6 +108,10 @@ def refuse_models(job: JobConfig, *, trains: bool = True) -> None:
     scored = [job.critic.path, algorithm.reference.path, *algorithm.loaded_teachers.values()]
     needed = [(path, _max_context(job)) for path in played]
     needed += [(path, job.rollout.max_tokens) for path in scored if path is not None]
+    draft = job.generator.speculation.draft
+    if draft is not None and (config := model_shape.find_config(draft)) is not None:
+        for path in played:
+            model_refusals.refuse_draft(draft, config, path, model_shape.find_config(path))
     is_bounded = not job.tinker.base and (not job.sft.data or job.validates)
     for path, max_tokens in needed:
         config = model_shape.find_config(path)
@@ -276,6 +280,9 @@ def find_engine_load(
     generator = job.generator
     num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
     quantised = "fp8" in (generator.quantization, models.policy.quantization)
+    path = generator.speculation.draft
+    draft = None if path is None else model_shape.find_shape(path)
+    held = [*models.roles, *([] if draft is None else [draft] * (1 + len(models.roles)))]
     return memory.EngineLoad(
         shape=models.policy,
         is_vllm=generator.engine == "vllm",
@@ -287,8 +294,10 @@ def find_engine_load(
         batched_tokens=settings.batched_tokens,
         compiled=generator.compile,
         kv_cache_bytes=(generator.kv_cache_mb or 0) << 20,
-        other_weights=sum(shape.weights for shape in models.roles),
+        other_weights=sum(shape.weights for shape in held),
         share=settings.memory_share,
+        draft=draft,
+        num_proposed=generator.speculation.num_tokens,
     )
 
 

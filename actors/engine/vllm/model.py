@@ -40,7 +40,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from ....schemas.config.job import GeneratorConfig
+from ....schemas.config.job import GeneratorConfig, SpeculationConfig
 from ....schemas.config.sections import resolve_dtype
 from ....schemas.plan.memory import VLLM_SHARE
 from ....schemas.wire.array import IntVector
@@ -79,6 +79,7 @@ _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
 """Memory for images that vLLM's processes have received and that may be requested again."""
+_BY_DRAFT = "draft_model"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks supported by vLLM; an adapter uses the next larger one."""
 
@@ -124,7 +125,8 @@ def engine_arguments(
         "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
         "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
         "seed": secrets.randbits(31),  # else all generators of a job draw the same tokens
-        "logits_processors": [PROCESSOR],
+        "logits_processors": None if config.speculation.num_tokens else [PROCESSOR],
+        "speculative_config": speculation_arguments(config.speculation),
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": "tinkermq.actors.engine.vllm.worker.WorkerExtension",
         "use_tqdm_on_load": False,
@@ -149,6 +151,20 @@ def engine_arguments(
             "max_lora_rank": next((size for size in _RANKS if size >= max(ranks)), max(ranks)),
         }
     return arguments
+
+
+def speculation_arguments(config: SpeculationConfig) -> dict[str, Any] | None:
+    """Return vLLM's arguments of speculative decoding; None: it is off."""
+    if not config.num_tokens:
+        return None
+    arguments: dict[str, Any] = {"num_speculative_tokens": config.num_tokens}
+    if config.draft is not None:
+        return arguments | {"method": _BY_DRAFT, "model": config.draft}
+    return arguments | {
+        "method": "ngram",
+        "prompt_lookup_max": config.longest_match,
+        "prompt_lookup_min": config.shortest_match,
+    }
 
 
 def engine_share(config: GeneratorConfig, num_engines: int) -> float:
@@ -227,6 +243,9 @@ class Recorder(StatLoggerBase):
         if scheduler_stats is not None:
             self._worked = scheduler_stats.num_running_reqs > 0
             self._adapt(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, preempted)
+            if (speculated := scheduler_stats.spec_decoding_stats) is not None:
+                self.meter.drafted += speculated.num_draft_tokens
+                self.meter.accepted += speculated.num_accepted_tokens
         self.meter.mark()
 
     def log_engine_initialized(self) -> None:
@@ -259,6 +278,9 @@ class VllmModel:
         self.meter = recorder.meter
         self._llm = llm
         self._sees = bool(llm.model_config.is_multimodal_model)
+        drafts = getattr(llm.vllm_config.speculative_config, "method", "") == _BY_DRAFT
+        self._has_other_weights = llm.vllm_config.lora_config is not None or drafts
+        """Whether it holds weights that no version replaces: adapters, or a draft model."""
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
         self.max_requests = int(llm.vllm_config.scheduler_config.max_num_seqs)
@@ -327,6 +349,7 @@ class VllmModel:
                 hint="see the log above; generator.engine=transformers runs more kinds of models",
             ) from error
         model = cls(llm, recorder)
+        model._check_draft(config.speculation.draft)
         await model._call(llm.get_supported_tasks())  # cached: no request waits for it
         await model.ask_workers("end_with", os.getpid())
         await model.ask_workers("record_logprobs_before_filters")
@@ -335,6 +358,19 @@ class VllmModel:
             await model.ask_workers("score_prompts_with_adapters")
         await model.name_version("", 0)
         return model
+
+    def _check_draft(self, draft: str | None) -> None:
+        """Raise ModelError for a draft that vLLM completes with weights of the policy."""
+        method = getattr(self._llm.vllm_config.speculative_config, "method", "")
+        if draft is None or method == _BY_DRAFT:
+            return
+        self._llm.shutdown(_SHUTDOWN_S)
+        raise ModelError(
+            f"generator.speculation.draft={draft} is no whole model: vLLM runs it as {method}, "
+            "with weights of the policy that new versions would not reach",
+            hint="name a language model with the policy's tokenizer, or remove it: then tokens are "
+            "looked up in the request's own text",
+        )
 
     @property
     def failure(self) -> EngineError | None:
@@ -677,11 +713,12 @@ class VllmModel:
           memory, and back when the memory of weights is taken back.
         - Tensors that are neither, which nothing would bring back. The layers of adapters have
           theirs so; a model that has room for adapters sleeps at level 1.
+        - A draft model, of which no version arrives: it sleeps at level 1, too.
         """
         async with self._swapping:
             if self._asleep:
                 return
-            if not keep_weights and self._llm.vllm_config.lora_config is None:
+            if not keep_weights and not self._has_other_weights:
                 self.has_weights = not all(await self.ask_workers("replaces_all_weights"))
             self._slept_at = time.perf_counter()
             self._open.clear()

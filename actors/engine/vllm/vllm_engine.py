@@ -17,7 +17,7 @@ import torch
 from ....broker.jetstream.objects import DigestMismatch
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
-from ....schemas.plan.model_refusals import refuse_in_vllm
+from ....schemas.plan.model_refusals import refuse_draft, refuse_in_vllm
 from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
 from ....schemas.weights import Manifest, Round, TensorEntry
 from ....schemas.wire.array import IntVector
@@ -84,6 +84,7 @@ class VllmEngine:
         self._reads = ImageReads[Images]()
         self._path = config.model.path
         self._lora = config.lora
+        self._speculates = config.generator.speculation.num_tokens > 0
         self._records_experts = config.algorithm.router_replay
         self._trust_remote_code = config.model.trust_remote_code
         self._max_context = max_context_of(config)
@@ -400,6 +401,12 @@ class VllmEngine:
                 f"vLLM does not sample at temperature {sampling.temperature}",
                 hint=f"set 0, or at least {_LEAST_TEMPERATURE}",
             )
+        if self._speculates and sampling.is_constrained:
+            raise ConfigError(
+                "vLLM cannot apply grammars, penalties, biases, min_p, min_tokens, bad_words or "
+                "allowed_token_ids beside speculative decoding, and this request has one",
+                hint="remove it, or set generator.speculation.num_tokens=0",
+            )
         running = request_id in self._pending
         check_queue(request_id, len(self._pending), self._max_pending, running=running)
         check_prompt(
@@ -458,6 +465,9 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
     values = model_config.to_dict()
     refuse_in_vllm(path, values, adapts=True)
     refuse_long_sequences(path, max_context_of(config), count_positions(values))
+    if (draft := config.generator.speculation.draft) is not None:
+        of_draft = load_model_config(draft, trust_remote_code=trusted).to_dict()
+        refuse_draft(draft, of_draft, path, values)
     return await VllmModel.start(
         base_of(path) if is_adapter(path) else path,
         config.generator,

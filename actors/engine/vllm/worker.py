@@ -17,6 +17,7 @@ import select
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,6 +120,40 @@ class Recording(torch.nn.Module):
         logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float32)
         tokens_B, _ = self._draw(logits_BV, generators, top_k_B, top_p_B)
         return tokens_B, logprobs_BV
+
+
+def _record_accepted(sampler: Any) -> None:
+    """Let a rejection sampler record log-probs as `Recording` does, of each accepted token.
+
+    All logits of a step are the policy's; those of proposals come before the one that follows them.
+    """
+    plain = sampler.forward
+
+    def forward(
+        metadata: Any, draft_probs: torch.Tensor | None, logits_NV: torch.Tensor, sampling: Any
+    ) -> Any:
+        unrecorded = replace(sampling, max_num_logprobs=None)
+        output = plain(metadata, draft_probs, logits_NV, unrecorded)
+        if sampling.max_num_logprobs is None:
+            return output
+        logits_NV = logits_NV.float()
+        if sampling.temperature is not None:
+            scale_B = torch.where(sampling.temperature < 1e-5, 1.0, sampling.temperature)
+            ends_B = metadata.cu_num_sampled_tokens
+            lengths_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+            scale_N = scale_B.repeat_interleave(lengths_B, output_size=len(logits_NV))
+            logits_NV = logits_NV / scale_N[:, None]
+        output.logprobs_tensors = sampler._get_logprobs_tensors(
+            sampling.max_num_logprobs,
+            metadata,
+            logits_NV,
+            logits_NV[metadata.target_logits_indices],
+            logits_NV[metadata.bonus_logits_indices],
+            output.sampled_token_ids,
+        )
+        return output
+
+    sampler.forward = forward
 
 
 class _PromptLogits:
@@ -228,6 +263,9 @@ class WorkerExtension:
             raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
         sampler.logprobs_mode = "processed_logprobs"
         sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)
+        if self.model_runner.speculative_config is not None:
+            _record_accepted(self.model_runner.rejection_sampler)
+            return  # vLLM takes no processor of logits beside speculation
         constrained, plain = self._constrained(), sampler.sample
         constrained.follow(self.model_runner.input_batch)
 
