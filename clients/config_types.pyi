@@ -182,6 +182,16 @@ class RolloutConfigDict(TypedDict, total=False):
     oversample: int
     """Episodes started beyond `group_size`: the first `group_size` to end are the group, the others are cut. This favours short episodes, measured by `rollout/oversample/*`."""
 
+class SpeculationConfigDict(TypedDict, total=False):
+    num_tokens: int
+    """Tokens proposed for a request in each step, of which the policy accepts some; 0: off."""
+    draft: str | None
+    """Model that proposes them, with the policy's tokenizer, as `model.path`; default: none, they are looked up in the request's own text."""
+    longest_match: int
+    """Without a draft model: the most last tokens to look up; what followed them is proposed."""
+    shortest_match: int
+    """Without a draft model: the fewest last tokens to look up."""
+
 class GeneratorConfigDict(TypedDict, total=False):
     count: int
     """Generators that the pool runs; more can be added later."""
@@ -209,6 +219,8 @@ class GeneratorConfigDict(TypedDict, total=False):
     """Tokens per forward pass, those of prompts included; default: 16384 on a large GPU, else 8192."""
     compile: bool
     """Compile the model and record CUDA graphs: slower start, faster generation."""
+    speculation: SpeculationConfigDict
+    """Several tokens per step, of the same distribution ([speculative decoding](engines.md#speculative-decoding))."""
     dtype: Literal['auto', 'float32', 'bfloat16']
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int

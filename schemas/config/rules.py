@@ -310,11 +310,10 @@ _SPECULATION_RULES = (
         "generator.max_batched_tokens ({generator.max_batched_tokens})",
         lambda job: (
             (job.generator.max_batched_tokens or float("inf"))
-            < job.generator.num_requests * (1 + job.generator.speculation.num_tokens)
+            < (job.generator.max_requests or 1) * (1 + job.generator.speculation.num_tokens)
         ),
-        "has no room for generator.speculation.num_tokens ({generator.speculation.num_tokens}) and "
-        "one more of each of {generator.num_requests} requests: raise it, or lower "
-        "generator.max_requests",
+        "has no room for 1 + generator.speculation.num_tokens ({generator.speculation.num_tokens}) "
+        "tokens of each request: raise it, or lower generator.max_requests",
     ),
 )
 

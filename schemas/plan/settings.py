@@ -231,6 +231,8 @@ def choose_engine_settings(
     """
     generator = job.generator
     is_vllm = generator.engine == "vllm"
+    each = 1 + generator.speculation.num_tokens
+    """Tokens of a request in a pass."""
     is_large = card.memory_bytes >= _LARGE_CARD and not card.name.startswith("A100")
     share = generator.memory_share or (memory.VLLM_SHARE if is_vllm else None)
     most = _LARGE_REQUESTS if is_large and is_vllm else _SMALL_REQUESTS
@@ -238,7 +240,7 @@ def choose_engine_settings(
         most = min(most, job.episodes_at_once)
     batched = generator.max_batched_tokens or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
     if generator.max_requests is None:
-        most = min(most, batched)  # each has a token of a pass
+        most = max(1, min(most, batched // each))
         load = find_engine_load(job, models, EngineSettings(most, batched, share))
         cache = memory.engine_terms(load, card.memory_bytes)[-1].num_bytes
         # Episodes have on average half of their maximum length.
@@ -247,7 +249,7 @@ def choose_engine_settings(
     else:
         requests = generator.max_requests
     if generator.max_batched_tokens is None:
-        batched = max(requests, min(batched, requests * _max_context(job)))
+        batched = max(requests * each, min(batched, requests * _max_context(job)))
     return EngineSettings(requests, batched, share)
 
 

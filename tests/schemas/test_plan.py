@@ -260,8 +260,26 @@ def test_keys_of_an_engine_that_the_user_sets_win(models: Path) -> None:
         assert None not in others
     few = job_of(models / "1.5B", generator={**VLLM, "max_batched_tokens": 64})
     assert with_engine_settings(few, card).generator.max_requests == 64
+    proposes = {"speculation": {"num_tokens": 7}}
+    few = job_of(models / "1.5B", generator={**VLLM, **proposes, "max_batched_tokens": 64})
+    assert with_engine_settings(few, card).generator.max_requests == 8
     unknown = job_of("nobody/knows-it")
     assert with_engine_settings(unknown, card) == unknown
+
+
+def test_a_draft_model_counts_and_has_the_policys_vocabulary(models: Path) -> None:
+    def needed(speculation: dict[str, Any]) -> dict[str, int]:
+        job = job_of(models / "1.5B", generator={**VLLM, "speculation": speculation})
+        refuse_models(job)
+        [_, generator, *_] = plan_of(job, "2xH100").actors
+        return {term.name: term.num_bytes for term in generator.terms}
+
+    draft = {"num_tokens": 3, "draft": str(models / "0.5B")}
+    plain, drafted = needed({}), needed(draft)
+    assert drafted["weights"] - plain["weights"] == pytest.approx(2 * WEIGHTS["0.5B"], rel=0.01)
+    assert drafted["logits"] == 4 * plain["logits"]
+    with pytest.raises(ModelError, match="has 152064 tokens"):
+        needed({**draft, "draft": str(models / "7B")})
 
 
 def test_a_server_and_programs_are_not_bound_by_the_number_of_episodes(models: Path) -> None:

@@ -21,10 +21,14 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int
 
+class SpeculativeConfig:
+    method: str
+
 class VllmConfig:
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     lora_config: object | None
+    speculative_config: SpeculativeConfig | None
 
 class ModelConfig:
     max_model_len: int
