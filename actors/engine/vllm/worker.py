@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.sampler import Sampler
 
 from ...policy.devices import gpu_of
@@ -122,11 +123,28 @@ class Recording(torch.nn.Module):
         return tokens_B, logprobs_BV
 
 
-def _record_accepted(sampler: Any) -> None:
+def _expanded(
+    values_B: torch.Tensor,
+    ends_B: torch.Tensor,
+    num: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Return [num] with each request's value once for each of its tokens."""
+    lengths_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+    values_B = torch.where(values_B == replace_from, replace_to, values_B)
+    return values_B.repeat_interleave(lengths_B, output_size=num)
+
+
+def _record_accepted(sampler: Any, device: torch.device) -> None:
     """Let a rejection sampler record log-probs as `Recording` does, of each accepted token.
 
-    All logits of a step are the policy's; those of proposals come before the one that follows them.
+    All logits of a step are the policy's: after the last token, and after each proposed one.
     """
+    if device.type == "cpu":
+        # vLLM 0.32 expands into a copy there: temperature, top-p and top-k of proposed tokens would
+        # be what was left in the memory.
+        rejection_sampler.expand_batch_to_tokens = _expanded
     plain = sampler.forward
 
     def forward(
@@ -138,10 +156,8 @@ def _record_accepted(sampler: Any) -> None:
             return output
         logits_NV = logits_NV.float()
         if sampling.temperature is not None:
-            scale_B = torch.where(sampling.temperature < 1e-5, 1.0, sampling.temperature)
             ends_B = metadata.cu_num_sampled_tokens
-            lengths_B = ends_B.diff(prepend=ends_B.new_zeros(1))
-            scale_N = scale_B.repeat_interleave(lengths_B, output_size=len(logits_NV))
+            scale_N = _expanded(sampling.temperature, ends_B, len(logits_NV), 0, 1)
             logits_NV = logits_NV / scale_N[:, None]
         output.logprobs_tensors = sampler._get_logprobs_tensors(
             sampling.max_num_logprobs,
@@ -264,7 +280,7 @@ class WorkerExtension:
         sampler.logprobs_mode = "processed_logprobs"
         sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)
         if self.model_runner.speculative_config is not None:
-            _record_accepted(self.model_runner.rejection_sampler)
+            _record_accepted(self.model_runner.rejection_sampler, self.device)
             return  # vLLM takes no processor of logits beside speculation
         constrained, plain = self._constrained(), sampler.sample
         constrained.follow(self.model_runner.input_batch)
