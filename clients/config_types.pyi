@@ -188,9 +188,7 @@ class SpeculationConfigDict(TypedDict, total=False):
     draft: str | None
     """Model that proposes them, with the policy's tokenizer, as `model.path`; default: none, they are looked up in the request's own text."""
     longest_match: int
-    """Without a draft model: the most last tokens to look up; what followed them is proposed."""
-    shortest_match: int
-    """Without a draft model: the fewest last tokens to look up."""
+    """Without a draft model: the last tokens, so many or fewer down to 2, that are looked up; what followed them is proposed."""
 
 class GeneratorConfigDict(TypedDict, total=False):
     count: int

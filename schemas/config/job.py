@@ -122,10 +122,9 @@ class SpeculationConfig(Section):
     draft: str | None = Field(default=None, json_schema_extra=when("num_tokens"))
     """Model that proposes them, with the policy's tokenizer, as `model.path`; default: none, they
     are looked up in the request's own text."""
-    longest_match: int = Field(default=5, ge=1, le=64, json_schema_extra=when("num_tokens"))
-    """Without a draft model: the most last tokens to look up; what followed them is proposed."""
-    shortest_match: int = Field(default=2, ge=1, le=64, json_schema_extra=when("num_tokens"))
-    """Without a draft model: the fewest last tokens to look up."""
+    longest_match: int = Field(default=5, ge=2, le=64, json_schema_extra=when("num_tokens"))
+    """Without a draft model: the last tokens, so many or fewer down to 2, that are looked up; what
+    followed them is proposed."""
 
 
 class GeneratorConfig(Section):

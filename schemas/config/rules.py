@@ -275,42 +275,39 @@ _REPLAY_RULES = (
 )
 
 
-def _no_speculation(key: str, when: "Callable[[JobConfig], Any]", because: str) -> Rule:
-    return Rule(key, lambda job: job.generator.speculation.num_tokens and when(job), because)
+def _speculates(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], Any]":
+    return lambda job: job.generator.speculation.num_tokens and when(job)
 
 
 _SPECULATION_RULES = (
-    _no_speculation(
+    Rule(
         "generator.speculation",
-        lambda job: job.generator.engine != "vllm",
+        _speculates(lambda job: job.generator.engine != "vllm"),
         "is built for vLLM: set generator.engine=vllm, or remove it",
     ),
-    _no_speculation(
+    Rule(
         "generator.batch_invariant",
-        lambda job: job.generator.batch_invariant,
+        _speculates(lambda job: job.generator.batch_invariant),
         "cannot be kept with generator.speculation, where the number of proposed tokens depends on "
         "what else is in the batch: remove one of them",
     ),
-    _no_speculation(
-        "generator.speculation.shortest_match ({generator.speculation.shortest_match})",
-        lambda job: (
-            job.generator.speculation.shortest_match > job.generator.speculation.longest_match
+    Rule(
+        "generator.speculation.longest_match",
+        _speculates(
+            lambda job: (
+                job.generator.speculation.draft
+                and "longest_match" in job.generator.speculation.model_fields_set
+            )
         ),
-        "is over longest_match ({generator.speculation.longest_match}): lower it",
+        "has no effect beside generator.speculation.draft: remove one of them",
     ),
-    _no_speculation(
-        "generator.speculation.draft",
-        lambda job: (
-            job.generator.speculation.draft
-            and {"longest_match", "shortest_match"} & job.generator.speculation.model_fields_set
-        ),
-        "proposes tokens, and so longest_match and shortest_match have no effect: remove them",
-    ),
-    _no_speculation(
+    Rule(
         "generator.max_batched_tokens ({generator.max_batched_tokens})",
-        lambda job: (
-            (job.generator.max_batched_tokens or float("inf"))
-            < (job.generator.max_requests or 1) * (1 + job.generator.speculation.num_tokens)
+        _speculates(
+            lambda job: (
+                (job.generator.max_batched_tokens or float("inf"))
+                < (job.generator.max_requests or 1) * (1 + job.generator.speculation.num_tokens)
+            )
         ),
         "has no room for 1 + generator.speculation.num_tokens ({generator.speculation.num_tokens}) "
         "tokens of each request: raise it, or lower generator.max_requests",

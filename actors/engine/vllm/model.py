@@ -80,6 +80,7 @@ _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
 """Memory for images that vLLM's processes have received and that may be requested again."""
 _BY_DRAFT = "draft_model"
+_SHORTEST_MATCH = 2
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks supported by vLLM; an adapter uses the next larger one."""
 
@@ -163,7 +164,7 @@ def speculation_arguments(config: SpeculationConfig) -> dict[str, Any] | None:
     return arguments | {
         "method": "ngram",
         "prompt_lookup_max": config.longest_match,
-        "prompt_lookup_min": config.shortest_match,
+        "prompt_lookup_min": _SHORTEST_MATCH,
     }
 
 

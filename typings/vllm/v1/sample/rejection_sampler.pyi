@@ -1,0 +1,3 @@
+from typing import Any
+
+expand_batch_to_tokens: Any
