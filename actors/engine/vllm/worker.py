@@ -150,6 +150,8 @@ def _record_accepted(sampler: Any, device: torch.device) -> None:
     def forward(
         metadata: Any, draft_probs: torch.Tensor | None, logits_NV: torch.Tensor, sampling: Any
     ) -> Any:
+        if not len(metadata.draft_token_ids):  # vLLM 0.32 fails on CPUs without a row for top-k
+            return sampler.sampler(logits_NV[metadata.bonus_logits_indices], sampling)
         unrecorded = replace(sampling, max_num_logprobs=None)
         output = plain(metadata, draft_probs, logits_NV, unrecorded)
         if sampling.max_num_logprobs is None:

@@ -82,7 +82,6 @@ async def test_log_probs_are_the_learners_with_each_sampling_of_a_batch(
             assert result.top_ids[:, 0].tolist() == result.token_ids.tolist()
     meter = engine._model.meter
     assert 0 < meter.accepted < meter.drafted
-    assert 0 < engine.stats().accepted_per_s < engine.stats().drafted_per_s
 
 
 async def test_tokens_are_drawn_from_the_policys_distribution(
