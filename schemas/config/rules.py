@@ -272,6 +272,10 @@ _REPLAY_RULES = (
         "changes layers as they compute, which learner.compile was not tried with: remove one of "
         "them",
     ),
+    _no_replay(
+        lambda job: job.generator.speculation.num_tokens,
+        "was not tried with generator.speculation: remove one of them",
+    ),
 )
 
 
