@@ -454,7 +454,7 @@ class Dataset:
         if not 0 <= number < len(self):
             raise errors.DataError(
                 f"row {number} does not exist: {self._names()} has {len(self)} rows",
-                hint="all hosts of a job must read the same files",
+                hint="all hosts of a run must read the same files",
             )
         number = number if self._order is None else self._order[number]
         index = bisect.bisect_right(self._ends, number)

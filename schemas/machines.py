@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from .config.load_config import read_yaml
 from .config.sections import Section, when
 from .wire.errors import ConfigError
-from .wire.message import Message
+from .wire.message import Message, requirement
 
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_length=255)]
 
@@ -134,7 +134,7 @@ def _checked(values: dict[str, object], text: str) -> MachinesConfig:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"machines of {text!r}: {key}: {first['msg']} (it is {first['input']!r})",
+            f"machines of {text!r}: {key}: {requirement(first)} (it is {first['input']!r})",
             hint="docs/clusters.md lists the keys",
         ) from error
     if config.least > config.most:

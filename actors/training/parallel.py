@@ -557,7 +557,7 @@ def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) 
             raise ConfigError(
                 "learner.cpu_offload=true and this learner has no GPU: everything is in the "
                 "machine's memory already",
-                hint="remove learner.cpu_offload, or run the job on a node with GPUs",
+                hint="remove learner.cpu_offload, or place the run on a node with GPUs",
             )
         return torch.device("cpu")
     if num_gpus < num_ranks:

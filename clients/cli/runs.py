@@ -215,7 +215,7 @@ def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:
 def _throughput(
     record: JobRecord, values: Mapping[str, float], actors: Sequence[Presence]
 ) -> float | None:
-    """Return tokens/s of the learner, or of the servers of an inference job."""
+    """Return tokens/s of the learner, or of the servers of an inference run."""
     if record.kind != "infer":
         return values.get("perf/throughput")
     return sum(actor.numbers.get("tokens_per_s", 0.0) for actor in actors if actor.role == "server")
@@ -355,7 +355,7 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
     run
         Name or job id.
     target
-        `generators=N`, `environments=N`, or `servers=N` of an inference job.
+        `generators=N`, `environments=N`, or `servers=N` of an inference run.
     """
     role, count = _parse_target(target)
     record = _changed(common, run, lambda pool, job: pool.scale(job, role, count))

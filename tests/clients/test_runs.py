@@ -618,7 +618,7 @@ async def test_a_group_enters_the_log_under_a_reserved_number(
     ("group", "message"),
     [
         ([episode()], "2 trajectories, this has 1"),
-        ([], "a group of this job has"),
+        ([], "a group of this run has"),
         ([episode(token_ids=[1, 2, 3, 4, 100])] * 2, "token_ids must be from 0 to 99"),
         ([episode(version=9)] * 2, "versions of generated tokens must be from 0 to 3"),
         ([episode(logprobs=[0, 0.5, -1, 0, -1])] * 2, "logprobs of generated tokens"),
