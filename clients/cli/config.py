@@ -150,7 +150,7 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
     if job.tinker.base:
         raise ConfigError(
             "a service of the Tinker API has no training step to plan",
-            hint="plan a run that trains: `tinkermq plan examples/gsm8k.yaml --gpus 8xH100`",
+            hint="plan a run that trains: `tinkermq plan train.yaml --gpus 8xH100`",
         )
     models = find_models(job)
     if models is None:

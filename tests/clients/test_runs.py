@@ -368,6 +368,24 @@ def test_a_bottleneck_that_stays_the_same_is_told_once(
     assert capsys.readouterr().out == shown
 
 
+def test_a_change_of_state_is_one_line(
+    progress: RunProgress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = LineDisplay(progress)
+    queued = progress.record.model_copy(update={"state": "QUEUED", "reason": "waits for a node"})
+    running = queued.model_copy(update={"state": "RUNNING", "reason": "all actors run"})
+    told: list[Event | JobRecord] = []
+    for record in (queued, running):
+        kind = f"job_{record.state.lower()}"
+        event = Event(kind=kind, source="scheduler", time=0, message=record.reason)
+        told += [record, event] if record is queued else [event, record]
+    for update in told:
+        display.show(update)
+    states = ("QUEUED waits for a node", "RUNNING all actors run")
+    shown = "".join(f"{queued.name} {state}\n" for state in states)
+    assert capsys.readouterr().out == shown
+
+
 def test_rewards_are_averaged_to_the_width_of_the_display(progress: RunProgress) -> None:
     for step in range(1, 101):
         progress.add_metric(metric(step))
