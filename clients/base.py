@@ -98,7 +98,7 @@ async def open_broker(url: str, api_key: str | None, owner: str | None = None) -
     return broker
 
 
-def quiet_logs(least: str = "warning") -> None:
+def quiet_logs() -> None:
     """Log only warnings and errors of the parts that run in this process, to standard error.
 
     `TINKERMQ_LOG_LEVEL=info` shows more. A program that has configured structlog itself keeps its
@@ -106,7 +106,7 @@ def quiet_logs(least: str = "warning") -> None:
     """
     if structlog.is_configured():
         return
-    name = os.environ.get(LEVEL_VARIABLE, least).upper()
+    name = os.environ.get(LEVEL_VARIABLE, "warning").upper()
     level = logging.getLevelNamesMapping().get(name, logging.WARNING)
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(level), logger_factory=_stderr_logger

@@ -526,7 +526,7 @@ def _open_file(
     if not path.is_file():
         raise errors.DataError(
             f"there is no dataset file {str(path)!r}",
-            hint="give a path that the environment host can read, or one below this folder",
+            hint="give a path that the environment host can read",
         )
     reader = _READERS.get(path.suffix)
     if reader is None:

@@ -64,7 +64,7 @@ class MachinesConfig(Section):
     """Whether a slot is a GPU."""
     slot_hours_per_day: float | None = Field(default=None, gt=0)
     """Budget per day (UTC), used while a machine runs, idle or not. When it is used up, all
-    machines are returned; jobs write a checkpoint and wait for the next day."""
+    machines are returned; runs write a checkpoint and wait for the next day."""
     idle_s: float = Field(default=300.0, ge=0)
     """Seconds after which an idle machine is returned."""
     join_s: float = Field(default=300.0, gt=0)
@@ -73,7 +73,7 @@ class MachinesConfig(Section):
     look_s: float = Field(default=5.0, gt=0)
     """Seconds between polls of the cluster."""
     drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=_CLUSTERS)
-    """Seconds before its end at which a machine drains: its jobs write a checkpoint and continue
+    """Seconds before its end at which a machine drains: its runs write a checkpoint and continue
     elsewhere."""
     sbatch: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "slurm"))
     """Further arguments of sbatch, such as `--account=lab`, `--time=4:00:00`, `--qos=low`."""

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from cyclopts import App, CycloptsError, CycloptsPanel, Group, Parameter, UnknownOptionError
+from cyclopts import (
+    App,
+    CycloptsError,
+    CycloptsPanel,
+    Group,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 # The examples at the end of a command's `--help`.
 #
@@ -306,6 +314,8 @@ def _explain(error: CycloptsError) -> Any:
             )
     command = " ".join(("tinkermq", *(error.command_chain or ())))
     told = str(error).split(" Available commands:")[0]
+    if isinstance(error, UnusedCliTokensError):
+        told = f"Not expected here: {' '.join(error.unused_tokens or [])}."
     return CycloptsPanel(f"{told} See `{command} --help`.")
 
 

@@ -27,7 +27,6 @@ from ...schemas.local.folder import temporary_folder
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import blaming
 from ...schemas.wire.images import plain_text
-from ..base import quiet_logs
 from . import output
 from .checks import check_model, print_checks, run_process
 from .run_host import host_run, make_host
@@ -172,7 +171,6 @@ def check(
     json
         Print JSON.
     """
-    quiet_logs("error")  # a check says what is wrong itself
     with open_game(game, arguments, train_data or [], val_data or []) as chosen:
         job, why_not = _model_to_check(chosen, model)
         results = check_game(chosen.env, seed=chosen.seed)

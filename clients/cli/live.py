@@ -76,7 +76,9 @@ class LineDisplay:
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
-        self._state = self._moved = ""
+        self._state = ""
+        self._moved = ""
+        """The last printed change of state."""
         self._has_ended = False
         self._change: Any = ""
         """What the last printed line on the bottleneck advises."""
@@ -113,7 +115,8 @@ class LineDisplay:
         line = f"{self._progress.record.name} {state} {reason}".rstrip()
         if line != self._moved:
             print_plain(line)
-        self._state, self._moved = state, line
+        self._state = state
+        self._moved = line
 
 
 class LiveDisplay:

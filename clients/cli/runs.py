@@ -316,7 +316,12 @@ def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
 
     changes = read_overrides(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.resume_run(run, changes))
-    return _print_change(record, f"{record.name} is {record.state}", as_json=common.json)
+    text = f"{record.name} is {record.state}"
+    training: dict[str, Any] = record.config.get("training") or {}
+    steps = training.get("num_steps")
+    if steps is not None and record.version >= steps:
+        text += f"; it has made its {steps} steps: more need training.num_steps=N"
+    return _print_change(record, text, as_json=common.json)
 
 
 def fork(

@@ -278,7 +278,7 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     if given_section(tree, "sft").get("data"):
         raise ValueError(
             "sft.data makes an SFT run, which runs no programs, and the section agent an agent "
-            "job: remove one of them"
+            "run: remove one of them"
         )
     agent = AgentConfig.model_validate(dict(section))
     tree = _with_tasks(tree, agent)

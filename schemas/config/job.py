@@ -394,7 +394,7 @@ def _settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
     tree.setdefault("env", _NO_GAME)
     for key in given_section(tree, "algorithm"):
         if key not in _READ_BY_SFT:
-            raise ValueError(f"algorithm.{key} has no effect in an SFT job: remove it")
+            raise ValueError(f"algorithm.{key} has no effect in an SFT run: remove it")
     return with_implied(tree, _IMPLIED_BY_SFT, "an SFT run")
 
 

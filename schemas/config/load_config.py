@@ -341,8 +341,8 @@ def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str,
     """Read a YAML map from a file; `model` types its keys."""
     file = Path(path)
     if not file.is_file():
-        names = [place.name for place in file.parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(file.name, names, n=1)
+        names = {place.stem: place.name for place in file.parent.glob("*.y*ml")}
+        near = [names[stem] for stem in difflib.get_close_matches(file.stem, names, n=1)]
         raise ConfigError(
             f"{str(file)!r} is a folder, not a configuration file"
             if file.is_dir()

@@ -227,7 +227,7 @@ def _one_turn(job: "JobConfig") -> bool:
 
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
     return (
-        Rule(key, lambda job: when(job) and job.sft.data, "has no effect in an SFT job: remove it"),
+        Rule(key, lambda job: when(job) and job.sft.data, "has no effect in an SFT run: remove it"),
         Rule(
             key,
             lambda job: when(job) and (job.policies or job.self_play.past_share),
@@ -288,7 +288,7 @@ _SFT_RULES = (
     Rule(
         "self_play.past_share",
         lambda job: job.self_play.past_share and job.sft.data,
-        "has no effect in an SFT job: remove it",
+        "has no effect in an SFT run: remove it",
     ),
     Rule(
         "algorithm.reference",
