@@ -193,7 +193,6 @@ def summarize(error: ValidationError) -> str:
 
 
 _WORDS = (
-    ("Value error, ", ""),
     (r"^\w+ should ", "must "),
     (", unable to (parse|interpret).*", ""),
     ("a valid dictionary.*", "a map"),
@@ -211,6 +210,8 @@ _WORDS = (
 
 def requirement(problem: ErrorDetails) -> str:
     """Return what one of pydantic's errors asks of a value, such as `must be an integer`."""
+    if problem["type"] == "value_error":  # a text of our own
+        return problem["msg"].removeprefix("Value error, ")
     text = problem["msg"]
     for theirs, ours in _WORDS:
         text = re.sub(theirs, ours, text)
