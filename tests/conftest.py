@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -43,6 +44,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module that is deselected as a whole, by a `not` of one of its `pytestmark`s."""
+    wanted = config.option.markexpr.split(" and ")
+    if collection_path.suffix != ".py" or str(collection_path) in config.args:
+        return None
+    marked = re.search(r"^pytestmark = .*(?:\n .*)*", collection_path.read_text(), re.M)
+    marks = re.findall(r"pytest\.mark\.(\w+)", marked[0]) if marked else []
+    return True if any(f"not {mark}" in wanted for mark in marks) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
