@@ -1,5 +1,6 @@
 """Fixtures that all tests share: a real nats-server, connections, and the streams of a job."""
 
+import asyncio
 import gc
 import itertools
 import os
@@ -80,8 +81,17 @@ def _remember_end(config: pytest.Config, status: int | None) -> None:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """One server for all tests of the session; a test that kills takes `own_server`."""
+    """One server for all tests of the session; a test that kills takes `own_server`.
+
+    It has the shared buckets.
+    """
+
+    async def make_buckets(url: str) -> None:
+        async with await connect(url, name="test") as connection:
+            await create_shared(connection)
+
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        asyncio.run(make_buckets(server.url))
         yield server
 
 
@@ -94,9 +104,8 @@ def own_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def broker(nats_server: NatsServer) -> AsyncIterator[Broker]:
-    """A connection to the session's server, with the shared buckets made."""
+    """A connection to the session's server."""
     async with await connect(nats_server.url, name="test") as connection:
-        await create_shared(connection)
         yield connection
 
 
