@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -61,6 +62,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the longest modules first, so that several workers end at about the same time."""
     seconds = measured_s()
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the core's modules that share a stack to one process, so that one stack is started."""
+    if config.option.dist != "loadfile" or "not full" not in config.option.markexpr.split(" and "):
+        return None  # most others need a stack: each process has one
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class ByStack(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = super()._split_scope(nodeid)
+            text = (config.rootpath / module).read_text()
+            return (
+                "stack"
+                if re.search(r"^from tests\.support\.stack import .*Stack", text, re.M)
+                else module
+            )
+
+    return ByStack(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
