@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.pages import Block, blocks, environment, matches, run, save, succeed
+from tests.support.waiting import PATIENCE_S
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
@@ -43,7 +44,7 @@ class Reader:
         elif block.language == "console":
             for part in block.text.removeprefix("$ ").split("\n$ "):
                 line, _, shown = part.partition("\n")
-                said = run(line, self.here, env=self.env).stdout
+                said = run(line, self.here, 2 * PATIENCE_S, self.env).stdout
                 self.said += said
                 assert matches(f"{shown.rstrip()}\n" if shown.strip() else "", said), (
                     f"{block}: {line}\n{said}"

@@ -55,13 +55,6 @@ EXPERIMENTS = {
         "SmolLM2-135M-Instruct",
         "one H200, twelve processes",
     ),
-    "sanity": Experiment(
-        "Prompts that the model solves half of the time",
-        "SHOWS",
-        "COMMIT",
-        "2026-11-29",
-        "SmolLM2-135M-Instruct",
-    ),
     "choices": Experiment(
         "Advantages, losses, LoRA",
         "few choices differ from the default by more than the seeds do, and some are worse; LoRA "
