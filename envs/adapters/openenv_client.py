@@ -478,7 +478,9 @@ class SessionPool:
         self._freed = asyncio.Event()
         self._num_waiting = 0
         self._last_said = 0.0
-        self._failure: OpenEnvError | None = None
+        self._last_answer = ""
+        """Why the last server gave no session. Its error would hold the frames that it went through,
+        and with them owners of sessions."""
         self._sessions: set[OpenEnvSession] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._guard = asyncio.create_task(self._until_the_end(ended), name="openenv sessions")
@@ -512,11 +514,11 @@ class SessionPool:
             try:
                 return await self._begun(server, arguments)
             except ServerFull as error:
-                server.limit, self._failure = max(1, error.max_sessions or 1), error
+                server.limit, self._last_answer = max(1, error.max_sessions or 1), error.message
                 server.rest()
                 self._say_full(server)
             except ServerAway as error:
-                self._failure = error
+                self._last_answer = error.message
                 server.rest()
 
     async def _begun(
@@ -589,7 +591,7 @@ class SessionPool:
             + (f" of at most {server.limit}" if server.limit is not None else "")
             for server in self._servers
         )
-        last = f"; the last answer: {self._failure.message}" if self._failure else ""
+        last = f"; the last answer: {self._last_answer}" if self._last_answer else ""
         return OpenEnvError(
             f"no session within {self._wait_s:g} s, {self._num_waiting} episodes wait "
             f"({held}){last}",
