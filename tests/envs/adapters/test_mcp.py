@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import gzip
 import json
 import os
@@ -39,10 +38,14 @@ HERE = Path(__file__).parent
 REAL, SCRIPTED = HERE / "mcp_servers.py", HERE / "scripted_mcp.py"
 
 
+GAMES: list[McpGame] = []
+
+
 @pytest.fixture(autouse=True)
 async def _closed_sessions() -> Any:
     yield
-    gc.collect()
+    while GAMES:
+        GAMES.pop().close()
     await asyncio.sleep(0)
     await close_all()
 
@@ -71,6 +74,7 @@ def real(name: str, **keys: Any) -> dict[str, Any]:
 
 async def opened(*servers: dict[str, Any], **arguments: Any) -> McpGame:
     game = McpGame(servers=list(servers), **arguments)
+    GAMES.append(game)
     await game.reset(ground_truth="4")
     return game
 
