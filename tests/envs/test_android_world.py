@@ -53,6 +53,7 @@ def test_goal_and_screen_of_the_prompt_are_those_of_the_device():
 def test_a_task_that_is_done_when_the_policy_says_so_pays_ten_and_is_torn_down():
     game, _ = opened()
     end = solve(game)
+    game.close()
     assert (end.reward, end.done, end.info["success"]) == (10.0, True, True)
     assert end.info["type"] == "SaveNote"
     assert phone.SaveNote.log == ["initialize", "tear down"]
@@ -135,6 +136,7 @@ def test_a_device_plays_one_episode_at_a_time():
         opened()
     assert "generator.max_episodes" in caught.value.hint
     solve(first)
+    first.close()
     opened()
 
 
