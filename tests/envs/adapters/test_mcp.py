@@ -452,7 +452,7 @@ async def test_a_host_waits_for_a_place_among_the_sessions_and_says_so_when_ther
     assert await said(first, call("echo", text="1")) == ["1"]
     with pytest.raises(GameError, match=r"1 sessions with .* are open, and none ended within 5 s"):
         await second.step(call("echo", text="2"))
-    await first.step("I am done.")
+    first.close()
     assert await said(second, call("echo", text="2")) == ["2"]
 
 
