@@ -10,6 +10,7 @@ checkpoint is written by another thread, which has phases of its own.
 import contextlib
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,13 +71,17 @@ class Phases:
         self._changed = changed
 
     def enter(self, name: str, order: str | None = None) -> None:
-        """Begin a phase, of another order if one is given; without a name nothing is done."""
+        """Begin a phase, of another order if one is given; without a name nothing is done.
+
+        It is also an audit event of Python, by which a tool can act in the middle of a phase.
+        """
         now = time.monotonic()
         longest_s = self.longest_s.get(self.name, 0.0)
         self.longest_s[self.name] = max(longest_s, now - self._since)
         self.name, self._since = name, now
         self.order = self.order if order is None else order
         self._changed()
+        sys.audit("tinkermq.phase", name)
 
 
 class Progress:

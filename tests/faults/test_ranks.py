@@ -1,106 +1,163 @@
 """A rank that is killed, hangs or is slow in each phase: the run goes on, and says which and where.
 
-A rank announces its phases in a file in memory. A test stops the process until it stands in the
-phase that is asked for.
+Two ranks, of which rank 0 is the learner. A fault is placed at the begin of a phase, by the audit
+event of it (`tests/support/at_phase`).
 """
 
 import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from tinkermq.actors.training.progress import RankProgress
+import pytest_asyncio
+from tinkermq.schemas.metric import Event
 
-from tests.support.configs import small_job
+from tests.support.configs import REPOSITORY, small_job
 from tests.support.gate import Gate
 from tests.support.jobs import Job
-from tests.support.processes import halt
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 PHASES = ("meet", "forward", "backward", "gather", "publish", "write")
-AT_ONCE_S, WITHIN_S = 20.0, 60.0
-"""Time until a rank that died, or hangs, is named: looks and answers, and a minute."""
+WITHIN_S = 60.0
+"""Within which a rank that died or hangs is named."""
+ANSWERS = 0
+"""Of a fault: the thread hangs, while its process runs and answers."""
 
 
-def stands_in(pid: int, phase: str) -> bool:
-    """Stop the process of a rank if it is in a phase, and leave it so if it stands in it."""
-    descriptor = psutil.Process(pid).cmdline()[-1]
-    with Path(f"/proc/{pid}/fd/{descriptor}").open("rb") as file:
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            if phase not in RankProgress.read(file.fileno())[3:]:
-                continue
-            halt(pid)
-            if phase in RankProgress.read(file.fileno())[3:]:
-                return True
+@dataclass
+class Faults:
+    """A run whose ranks fail in phases, one after the other."""
+
+    job: Job
+    gate: Gate
+    file: Path
+    num_started: int = 1
+
+    async def put(self, rank: int, phase: str, fault: int) -> int:
+        """Put a fault into a rank; return the number of its process once it is there."""
+        if phase == "meet":
+            self.file.with_suffix(".new").write_text(f"{rank} {phase} {fault}")
+            self.file.with_suffix(".new").rename(self.file)
+            await self.job.kill("learner")
+            self.num_started += 1
+        else:
+            self.file.write_text(f"{rank} {phase} {fault}")
+        caught = self.file.with_suffix(".pid")
+
+        async def is_there() -> bool:
+            self.gate.let(int((await self.job.read()).version or 0) + 1)
+            return caught.exists()
+
+        await self.job.eventually(is_there, f"rank {rank} in {phase}")
+        pid = int(caught.read_text())
+        caught.unlink()
+        return pid
+
+    async def named(self, kind: str, actor: str, phase: str) -> Event:
+        """Wait for the event that names an actor with its host and phase, within a minute."""
+        began, place = time.time(), f"{actor} on {os.uname().nodename} in "
+
+        async def there() -> Event | None:
+            for event in await self.job.events(kind):
+                if event.time > began - 1 and place in event.message and phase in event.message:
+                    return event
+            return None
+
+        event = await eventually(there, f"{kind} of {actor} in {phase}")
+        assert event.time - began < WITHIN_S, event
+        return event
+
+    async def started_again(self) -> None:
+        """Wait until training has begun once more than before."""
+        self.num_started += 1
+        await self.job.until_event("training_started", self.num_started)
+
+    async def end(self) -> None:
+        """Let the run end; all was trained once, and is the same when it is trained again."""
+        self.gate.open()
+        await self.job.until("COMPLETED")
+        await assert_every_task_once(self.job)
+        await assert_replay_is_identical(self.job)
+
+
+@pytest_asyncio.fixture
+async def faults(
+    tmp_path: Path, model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Faults]:
+    """Return a run of two ranks that saves after each step."""
+    monkeypatch.setenv("TEST_FAULT", str(tmp_path / "fault"))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/at_phase"))
+    async with Stack(tmp_path, slots=3) as stack:
+        training = {"num_steps": 24, "save_freq": 1, "keep_last": 2}
+        learner = {"slots": 2, "ranks": 2}
+        algorithm = {"entropy_coef": 0.01}  # there is a backward pass where all rewards are equal
+        config = small_job(
+            model, env=gate.env(1), learner=learner, training=training, algorithm=algorithm
+        )
+        job = await stack.submit(config)
+        await job.until_event("training_started")
+        yield Faults(job, gate, tmp_path / "fault")
+
+
+async def test_ranks_that_are_slow_go_on_and_one_that_is_killed_is_named(faults: Faults) -> None:
+    for rank in (0, 1):
+        for phase in PHASES[1:]:
+            pid = await faults.put(rank, phase, signal.SIGSTOP)
+            await asyncio.sleep(0.5)
             os.kill(pid, signal.SIGCONT)
-    return False
+    assert not await faults.job.events("rank_failed")
+    await faults.put(1, "backward", signal.SIGKILL)
+    event = await faults.named("rank_failed", "rank-1", "backward")
+    assert "its process ended with code -9" in event.message
+    await faults.started_again()
+    await faults.end()
 
 
-async def stopped_in(job: Job, phase: str, gate: Gate) -> int:
-    """Let the run go on until the process of rank 1 stands in a phase; return its number."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        gate.let(int((await job.read()).version or 0) + 3)
-        try:
-            for child in psutil.Process(await job.pid("rank-1")).children():
-                if await asyncio.to_thread(stands_in, child.pid, phase):
-                    return child.pid
-        except (psutil.Error, OSError):  # it ends, or has not begun
-            await asyncio.sleep(0.05)
-    raise AssertionError(f"rank 1 did not stand in {phase!r} within {PATIENCE_S:g} s")
-
-
-async def begun(stack: Stack, model: Path, gate: Gate) -> Job:
-    """Begin a run of two ranks that saves after each step."""
-    training = {"num_steps": 40, "save_freq": 1, "keep_last": 2}
-    learner = {"slots": 2, "ranks": 2}
-    env = gate.env(1)
-    return await stack.submit(small_job(model, env=env, learner=learner, training=training))
-
-
-async def assert_failed_and_goes_on(
-    job: Job, phase: str, number: int, why: str, within_s: float
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_rank_that_dies_in_a_phase_is_named_and_the_run_goes_on(
+    faults: Faults, phase: str
 ) -> None:
-    """Wait until the failure of rank 1 in a phase is named, and training has begun again."""
-    at = time.time()
-    event = await job.until_event("rank_failed", number)
-    assert event.data["actor"] == "rank-1"
-    host = os.uname().nodename
-    assert f"rank-1 on {host} in {phase}" in event.message.replace("forward of step 1 and ", "")
-    assert why in event.message
-    assert event.time - at < within_s
-    await job.until_event("training_started", number + 1)
+    await faults.put(1, phase, signal.SIGKILL)
+    event = await faults.named("rank_failed", "rank-1", phase)
+    assert "its process ended with code -9" in event.message
+    await faults.started_again()
+    await faults.put(0, phase, signal.SIGKILL)
+    await faults.started_again()
+    await faults.end()
 
 
-@pytest.mark.parametrize(
-    ("fault", "why", "within_s"),
-    [
-        (signal.SIGKILL, "ended with code -9", AT_ONCE_S),
-        pytest.param(signal.SIGSTOP, "it has not run for", WITHIN_S, marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.full
-async def test_a_rank_that_dies_or_hangs_is_named_with_its_phase_and_the_run_goes_on(
-    stack: Stack,
-    model: Path,
-    gate: Gate,
-    fault: signal.Signals,
-    why: str,
-    within_s: float,
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_rank_that_hangs_in_a_phase_is_named_and_the_run_goes_on(
+    faults: Faults, phase: str
 ) -> None:
-    job = await begun(stack, model, gate)
-    for number, phase in enumerate(PHASES, 1):
-        os.kill(await stopped_in(job, phase, gate), fault)
-        await assert_failed_and_goes_on(job, phase, number, why, within_s)
-    gate.open()
-    await job.until("COMPLETED")
-    await assert_every_task_once(job)
-    await assert_replay_is_identical(job)
+    await faults.put(1, phase, signal.SIGSTOP)
+    event = await faults.named("rank_failed", "rank-1", phase)
+    assert "its process hangs: it has not run for" in event.message
+    await faults.started_again()
+    learner = await faults.put(0, phase, signal.SIGSTOP)
+    await faults.named("rank_late", "rank-1", "")  # which waits where the learner does
+    os.kill(learner, signal.SIGCONT)
+    await faults.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_rank_that_hangs_in_a_phase_while_its_process_answers_is_named(
+    faults: Faults, phase: str
+) -> None:
+    for rank, actor in enumerate(("learner", "rank-1")):
+        await faults.put(rank, phase, ANSWERS)
+        await faults.named("rank_late", actor, phase)
+        faults.file.with_suffix(".caught").unlink()
+    assert not await faults.job.events("rank_failed")
+    await faults.end()

@@ -11,6 +11,7 @@ collective, does no harm.
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -268,6 +269,24 @@ class _Waits:
         return new
 
 
+class _Stall:
+    """Finds that no rank goes on, where none waits for another: all connect, or all hang."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._marks: object = None
+        self._since, self._is_reported = 0.0, False
+
+    def begun(self, marks: object, bound_s: float, now: float) -> bool:
+        """Return whether the marks of all ranks have not changed for `bound_s`, once."""
+        if marks != self._marks:
+            self._marks, self._since, self._is_reported = marks, now, False
+        if self._is_reported or now - self._since <= bound_s:
+            return False
+        self._is_reported = True
+        return True
+
+
 def deadline_s(longest_s: float | None) -> float:
     """Return for how long ranks wait for one in a phase whose longest duration is `longest_s`."""
     if longest_s is None:
@@ -292,6 +311,7 @@ class PlacedRanks(Ranks):
         self._order_now: Order | None = None
         self._waits, self._waits_in_saves = _Waits(), _Waits()
         self._seen: dict[str, RankState] = {}
+        self._stall = _Stall()
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
@@ -377,12 +397,26 @@ class PlacedRanks(Ranks):
             self._waits = _Waits()
         for name in late:
             await self._context.event("rank_late", self._why_late(name), actor=name)
+        if {*counts.values()} == {own.collectives}:
+            await self._report_stall(there, own, now)
         phases = {name: status.phase for name, status in there.items()} | {"learner": own.phase}
         longest_s = self._progress.training.longest_s
         for name, waited_s in self._waits.waited_s.items():
             if waited_s > deadline_s(longest_s.get(phases[name])):
                 return name
         return ""
+
+    async def _report_stall(
+        self, there: Mapping[str, RankState], own: RankProgress, now: float
+    ) -> None:
+        """Report all ranks if none goes on in a phase whose duration is known."""
+        states = [(status.collectives, status.phase, status.doing) for status in there.values()]
+        longest_s = 0.0 if own.phase == "meet" else math.inf
+        longest_s = self._progress.training.longest_s.get(own.phase, longest_s)
+        marks = (self._busy, self._num_orders, own[1:], states)
+        if self._stall.begun(marks, max(HANG_S, _OF_LONGEST * longest_s), now) and self._busy:
+            places = ", ".join(map(self._place, ["learner", *self._names]))
+            await self._context.event("rank_late", f"no rank of the learner goes on: {places}")
 
     def _why_late(self, name: str) -> str:
         waits = (self._waits.waited_s, self._waits_in_saves.waited_s)
