@@ -96,7 +96,7 @@ async def faults(
     monkeypatch.setenv("TEST_FAULT", str(tmp_path / "fault"))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/at_phase"))
     async with Stack(tmp_path, slots=3) as stack:
-        training = {"num_steps": 24, "save_freq": 1, "keep_last": 2}
+        training = {"num_steps": 10, "save_freq": 1, "keep_last": 2}
         learner = {"slots": 2, "ranks": 2}
         algorithm = {"entropy_coef": 0.01}  # there is a backward pass where all rewards are equal
         config = small_job(

@@ -252,10 +252,13 @@ class _Waits:
         self.waited_s: dict[str, float] = {}
         """For how long others have waited for each."""
 
-    def late(self, counts: Mapping[str, int], now: float) -> list[str]:
+    def late(
+        self, counts: Mapping[str, int], now: float, longest_s: Mapping[str, float] | None = None
+    ) -> list[str]:
         """Return the ranks for which others have waited for `HANG_S`, each once until it goes on.
 
-        While all ranks have begun as many, each computes.
+        A rank whose phase has lasted for longer before has that long. While all ranks have begun as
+        many, each computes.
         """
         newest = max(counts.values())
         for name, count in counts.items():
@@ -263,7 +266,8 @@ class _Waits:
                 self._counts[name], self._since[name] = count, now
                 self._named.discard(name)
         self.waited_s = {name: now - self._since[name] for name in counts}
-        late = [name for name, waited_s in self.waited_s.items() if waited_s > HANG_S]
+        bounds = {name: max(HANG_S, (longest_s or {}).get(name, 0.0)) for name in counts}
+        late = [name for name in counts if self.waited_s[name] > bounds[name]]
         new = [name for name in late if name not in self._named]
         self._named.update(new)
         return new
@@ -389,31 +393,31 @@ class PlacedRanks(Ranks):
         """
         own, now = self._progress.read(), self._context.broker.clock()
         counts = {name: status.collectives for name, status in there.items()}
-        saves = {name: status.saves for name, status in there.items()}
-        late = self._waits_in_saves.late(saves | {"learner": own.saves}, now)
+        counts["learner"] = own.collectives
+        saves = {name: status.saves for name, status in there.items()} | {"learner": own.saves}
+        phases = {name: status.phase for name, status in there.items()} | {"learner": own.phase}
+        known_s = self._progress.training.longest_s
+        longest_s = {name: known_s[phase] for name, phase in phases.items() if phase in known_s}
+        write_s = self._progress.saving.longest_s.get("write", 0.0)
+        late = self._waits_in_saves.late(saves, now, dict.fromkeys(saves, write_s))
         if self._busy:
-            late += self._waits.late(counts | {"learner": own.collectives}, now)
+            late += self._waits.late(counts, now, longest_s)
         else:
             self._waits = _Waits()
         for name in late:
             await self._context.event("rank_late", self._why_late(name), actor=name)
         if {*counts.values()} == {own.collectives}:
-            await self._report_stall(there, own, now)
-        phases = {name: status.phase for name, status in there.items()} | {"learner": own.phase}
-        longest_s = self._progress.training.longest_s
+            await self._report_stall(phases, own, now)
         for name, waited_s in self._waits.waited_s.items():
-            if waited_s > deadline_s(longest_s.get(phases[name])):
+            if waited_s > deadline_s(longest_s.get(name)):
                 return name
         return ""
 
-    async def _report_stall(
-        self, there: Mapping[str, RankState], own: RankProgress, now: float
-    ) -> None:
+    async def _report_stall(self, phases: Mapping[str, str], own: RankProgress, now: float) -> None:
         """Report all ranks if none goes on in a phase whose duration is known."""
-        states = [(status.collectives, status.phase, status.doing) for status in there.values()]
-        longest_s = 0.0 if own.phase == "meet" else math.inf
-        longest_s = self._progress.training.longest_s.get(own.phase, longest_s)
-        marks = (self._busy, self._num_orders, own[1:], states)
+        unknown_s = 0.0 if own.phase == "meet" else math.inf
+        longest_s = self._progress.training.longest_s.get(own.phase, unknown_s)
+        marks = (self._busy, self._num_orders, own.collectives, dict(phases))
         if self._stall.begun(marks, max(HANG_S, _OF_LONGEST * longest_s), now) and self._busy:
             places = ", ".join(map(self._place, ["learner", *self._names]))
             await self._context.event("rank_late", f"no rank of the learner goes on: {places}")

@@ -74,18 +74,19 @@ _30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 QWEN3_30B_A3B = Qwen3MoeConfig(**_30B_A3B)
-IMAGE_ID = 151655
+IMAGE_ID = 8000
 
 
 def qwen2_5_vl(text: dict[str, Any], tower: dict[str, Any]) -> Qwen2_5_VLConfig:
     rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    text = {"vocab_size": 152064, "rope_parameters": rotary, **text}
+    text = {"rope_parameters": rotary, **text}
     tower = {"out_hidden_size": text["hidden_size"], "patch_size": 14, "window_size": 112, **tower}
     return Qwen2_5_VLConfig(text_config=text, vision_config=tower, image_token_id=IMAGE_ID)
 
 
 QWEN2_5_VL_7B = qwen2_5_vl(
     {
+        "vocab_size": 152064,
         "hidden_size": 3584,
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
@@ -102,6 +103,7 @@ QWEN2_5_VL_7B = qwen2_5_vl(
 )
 SMALL_VL = qwen2_5_vl(
     {
+        "vocab_size": 8192,
         "hidden_size": 512,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
