@@ -273,24 +273,6 @@ class _Waits:
         return new
 
 
-class _Stall:
-    """Finds that no rank goes on, where none waits for another: all connect, or all hang."""
-
-    def __init__(self) -> None:
-        """Nothing is known."""
-        self._marks: object = None
-        self._since, self._is_reported = 0.0, False
-
-    def begun(self, marks: object, bound_s: float, now: float) -> bool:
-        """Return whether the marks of all ranks have not changed for `bound_s`, once."""
-        if marks != self._marks:
-            self._marks, self._since, self._is_reported = marks, now, False
-        if self._is_reported or now - self._since <= bound_s:
-            return False
-        self._is_reported = True
-        return True
-
-
 def deadline_s(longest_s: float | None) -> float:
     """Return for how long ranks wait for one in a phase whose longest duration is `longest_s`."""
     if longest_s is None:
@@ -315,7 +297,8 @@ class PlacedRanks(Ranks):
         self._order_now: Order | None = None
         self._waits, self._waits_in_saves = _Waits(), _Waits()
         self._seen: dict[str, RankState] = {}
-        self._stall = _Stall()
+        self._marks: object = None
+        self._marked_at = 0.0
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
@@ -406,21 +389,26 @@ class PlacedRanks(Ranks):
             self._waits = _Waits()
         for name in late:
             await self._context.event("rank_late", self._why_late(name), actor=name)
-        if {*counts.values()} == {own.collectives}:
-            await self._report_stall(phases, own, now)
+        marks = (self._num_orders, own.collectives, phases)
+        all_wait = self._busy and {*counts.values()} == {own.collectives}
+        if all_wait and self._stalls(marks, own.phase, now):
+            places = ", ".join(map(self._place, ["learner", *self._names]))
+            await self._context.event("rank_late", f"no rank of the learner goes on: {places}")
         for name, waited_s in self._waits.waited_s.items():
             if waited_s > deadline_s(longest_s.get(name)):
                 return name
         return ""
 
-    async def _report_stall(self, phases: Mapping[str, str], own: RankProgress, now: float) -> None:
-        """Report all ranks if none goes on in a phase whose duration is known."""
-        unknown_s = 0.0 if own.phase == "meet" else math.inf
-        longest_s = self._progress.training.longest_s.get(own.phase, unknown_s)
-        marks = (self._busy, self._num_orders, own.collectives, dict(phases))
-        if self._stall.begun(marks, max(HANG_S, _OF_LONGEST * longest_s), now) and self._busy:
-            places = ", ".join(map(self._place, ["learner", *self._names]))
-            await self._context.event("rank_late", f"no rank of the learner goes on: {places}")
+    def _stalls(self, marks: object, phase: str, now: float) -> bool:
+        """Return once that no rank goes on in a phase of known duration, by the marks of all."""
+        if marks != self._marks:
+            self._marks, self._marked_at = marks, now
+        unknown_s = 0.0 if phase == "meet" else math.inf
+        longest_s = self._progress.training.longest_s.get(phase, unknown_s)
+        stalls = now - self._marked_at > max(HANG_S, _OF_LONGEST * longest_s)
+        if stalls:
+            self._marked_at = math.inf
+        return stalls
 
     def _why_late(self, name: str) -> str:
         waits = (self._waits.waited_s, self._waits_in_saves.waited_s)
