@@ -75,6 +75,11 @@ class Faults:
         assert event.time - began < WITHIN_S, event
         return event
 
+    async def learner_is_silent(self) -> bool:
+        """Return whether the run says that the learner sends no heartbeat."""
+        record = await self.job.read()
+        return any("learner has sent no heartbeat" in actor.trouble for actor in record.actors)
+
     async def started_again(self) -> None:
         """Wait until training has begun once more than before."""
         self.num_started += 1
@@ -145,7 +150,11 @@ async def test_a_rank_that_hangs_in_a_phase_is_named_and_the_run_goes_on(
     assert "its process hangs: it has not run for" in event.message
     await faults.started_again()
     learner = await faults.put(0, phase, signal.SIGSTOP)
-    await faults.named("rank_late", "rank-1", "")  # which waits where the learner does
+    if phase == "meet":  # no rank was looked at yet
+        await faults.job.eventually(faults.learner_is_silent, "the report of its node")
+    else:  # the other rank waits where the learner does
+        event = await faults.named("rank_late", "rank-1", "")
+        assert "learner hangs, or its machine is away" in event.message
     os.kill(learner, signal.SIGCONT)
     await faults.end()
 

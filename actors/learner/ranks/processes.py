@@ -332,11 +332,11 @@ class PlacedRanks(Ranks):
         while True:
             if not self._begun:
                 answered_at = dict.fromkeys(self._names, clock())
-            elif (failure := await self._look(answered_at)) is not None:
+            elif (failure := await self._check_all(answered_at)) is not None:
                 raise failure
             await asyncio.sleep(_LOOK_S)
 
-    async def _look(self, answered_at: dict[str, float]) -> TinkermqError | None:
+    async def _check_all(self, answered_at: dict[str, float]) -> TinkermqError | None:
         """Return the error of a rank that has ended or hangs; note who answers."""
         clock = self._context.broker.clock
         begun = clock()
@@ -598,8 +598,8 @@ class RankActor:
             is_silent = self._is_looked_at and clock() - last > HANG_S and last != reported
             if is_silent and state.works and state.phase:
                 reported = last
-                text = f"learner hangs, or its machine is away: it has not looked for {HANG_S:g} s"
-                text += f" for {self._context.name}, on {state.host} in {state.doing}"
+                text = "learner hangs, or its machine is away: it has not looked for its ranks for "
+                text += f"{HANG_S:g} s; {self._context.name} on {state.host} in {state.doing} waits"
                 with contextlib.suppress(TinkermqError):
                     await self._context.event("rank_late", text, actor="learner")
 

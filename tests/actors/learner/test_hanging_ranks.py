@@ -82,7 +82,8 @@ async def test_a_rank_whose_process_hangs_is_named_with_its_order(
     await until(lambda: age_s() < 2.5, "the process to run")
     os.kill(process.process.pid, signal.SIGSTOP)
     await until(lambda: age_s() > 3.5, "the process to be silent")
-    assert "rank-1 on h in no phase of an order: its process hangs: it has not run for" in await error()
+    place = "rank-1 on h in no phase of an order"
+    assert f"{place}: its process hangs: it has not run for" in await error()
     os.kill(process.process.pid, signal.SIGCONT)
     await until(lambda: age_s() < 2.5, "the process to run again")
     context.stopping.set()
