@@ -367,7 +367,7 @@ class VllmModel:
             return
         self._llm.shutdown(_SHUTDOWN_S)
         raise ModelError(
-            f"generator.speculation.draft={draft} is no whole model: vLLM runs it as {method}, "
+            f"generator.speculation.draft={draft} is a part of a model: vLLM runs it as {method}, "
             "with weights of the policy that new versions would not reach",
             hint="name a language model with the policy's tokenizer, or remove it: then tokens are "
             "looked up in the request's own text",
