@@ -134,7 +134,7 @@ class Serving:
         verb = "chat" if isinstance(query, infer.ChatRequest) else "complete"
         return ask_parts(
             broker,
-            scope.infer(verb, server),
+            scope.infer_at(server, verb) if server else scope.infer(verb),
             query,
             infer.InferPart,
             waiting_for=f"a server of {self.record.name}",

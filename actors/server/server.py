@@ -282,9 +282,9 @@ class Server:
         add = self._parts.endpoint
         await add("chat", scope.infer("chat"), ChatRequest, InferPart, self._chat)
         await add("complete", scope.infer("complete"), CompletionRequest, InferPart, self._complete)
-        here, own = "chat-here", scope.infer("chat", context.name)
+        here, own = "chat-here", scope.infer_at(context.name, "chat")
         await add(here, own, ChatRequest, InferPart, self._unless_waiting(self._chat))
-        here, own = "complete-here", scope.infer("complete", context.name)
+        here, own = "complete-here", scope.infer_at(context.name, "complete")
         await add(here, own, CompletionRequest, InferPart, self._unless_waiting(self._complete))
         await add("play", scope.infer("play"), PlayRequest, PlayPart, self._play)
         await context.broker.listen(scope.infer("cancel"), self._cancel)

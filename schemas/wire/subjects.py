@@ -335,12 +335,13 @@ class JobScope:
         """Return the names of one caller's games within an inference job."""
         return JobScope(self.user, self.job, session)
 
-    def infer(self, verb: str, server: str = "") -> str:
-        """Subject of `chat`, `complete` or `play` at any server, or of `cancel` at all of them.
+    def infer(self, verb: str) -> str:
+        """Subject of `chat`, `complete` or `play` at any server, or of `cancel` at all of them."""
+        return self._subject(f"infer.{verb}")
 
-        `chat` and `complete` may name one server.
-        """
-        return self._subject(f"infer.{verb}.{server}" if server else f"infer.{verb}")
+    def infer_at(self, actor: str, verb: str) -> str:
+        """Subject of `chat` or `complete` at one server, which refuses what would wait there."""
+        return self._subject(f"infer.{verb}.{actor}")
 
     def rank(self, actor: str, verb: str) -> str:
         """Subject of `begin`, `order-<process>` or `look-<process>`: learner to rank."""

@@ -102,7 +102,7 @@ async def canned_server(
         for verb, asked in (("chat", ChatRequest), ("complete", CompletionRequest)):
             answer = answering or server.answer
             await parts.endpoint(verb, scope.infer(verb), asked, InferPart, answer)
-            own = scope.infer(verb, actor)
+            own = scope.infer_at(actor, verb)
             await parts.endpoint(f"{verb}-here", own, asked, InferPart, answer)
         listening = await broker.listen(
             scope.infer("cancel"),
