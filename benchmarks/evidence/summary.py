@@ -55,6 +55,16 @@ EXPERIMENTS = {
         "SmolLM2-135M-Instruct",
         "one H200, twelve processes",
     ),
+    "sanity": Experiment(
+        "Sanity test: prompts that the model solves at times",
+        "32 sums that had 3 to 7 right answers of 16, and nothing else, are trained. The seeds "
+        "reach 95, 92 and 92 % by step 20 and do not rise from there, where "
+        "[arXiv 2510.26788](https://arxiv.org/abs/2510.26788) asks for nearly 100 %. But of fresh "
+        "answers 13 % were right before, and it takes prompts that are solved in 20 to 80 %",
+        "fb67fe52",
+        "2026-11-29",
+        "SmolLM2-135M-Instruct",
+    ),
     "choices": Experiment(
         "Advantages, losses, LoRA",
         "few choices differ from the default by more than the seeds do, and some are worse; LoRA "
