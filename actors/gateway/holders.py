@@ -34,15 +34,15 @@ class Beginnings(NamedTuple):
 def beginnings_of(job: str, query: ChatRequest | CompletionRequest) -> Beginnings:
     """Return the beginnings of a request's first prompt: those of whole messages, or of blocks."""
     if isinstance(query, ChatRequest):
-        given = f"{job} {query.adapter} {query.tools} {query.template_options}"
+        settings = f"{job} {query.adapter} {query.tools} {query.template_options}"
         parts = [message.to_bytes() for message in query.messages]
         num_own = 1
     else:
-        given, prompt = f"{job} {query.adapter}", query.prompts[0]
+        settings, prompt = f"{job} {query.adapter}", query.prompts[0]
         ends = [*range(_BLOCK, len(prompt), _BLOCK), len(prompt)]
         parts = [pack(prompt[max(0, end - _BLOCK) : end]) for end in ends]
         num_own = 2  # the next turn's prompt has other tokens in the last, incomplete block
-    digest, digests = blake2b(given.encode(), digest_size=16), list[bytes]()
+    digest, digests = blake2b(settings.encode(), digest_size=16), list[bytes]()
     for part in parts:
         digest.update(part)
         digests.append(digest.digest())
@@ -56,7 +56,7 @@ class PrefixHolders:
         """Remember so many beginnings, the newest."""
         self._most = most
         self._holders: OrderedDict[bytes, str] = OrderedDict()
-        self._asked: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
 
     def order(self, beginnings: Beginnings, loads: Mapping[str, float]) -> list[str]:
         """Return the servers to ask one after the other: the holder, and the least loaded one.
@@ -66,17 +66,17 @@ class PrefixHolders:
         known = (self._holders.get(beginning) for beginning in reversed(beginnings.all))
         holder = next((server for server in known if server in loads), None)
         servers = random.sample(list(loads), len(loads))  # so that any of equals is asked
-        idle = min(servers, key=lambda server: loads[server] + self._asked[server])
+        idle = min(servers, key=lambda server: loads[server] + self._in_flight[server])
         return list(dict.fromkeys([holder or idle, idle]))
 
     @contextmanager
     def asking(self, server: str) -> Iterator[None]:
         """Count a request at a server."""
-        self._asked[server] += 1
+        self._in_flight[server] += 1
         try:
             yield
         finally:
-            self._asked[server] -= 1
+            self._in_flight[server] -= 1
 
     def note(self, beginnings: Beginnings, server: str) -> None:
         """Note that a server has taken a request."""

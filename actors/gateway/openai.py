@@ -113,7 +113,7 @@ class Serving:
                 is_taken = False
                 try:
                     with self.holders.asking(server):
-                        async with aclosing(self._ask(broker, query, room, server)) as parts:
+                        async with aclosing(self._send(broker, query, room, server)) as parts:
                             async for part in parts:
                                 if not is_taken:
                                     self.holders.note(beginnings, server)
@@ -123,11 +123,11 @@ class Serving:
                 except (errors.BusyError, errors.NobodyAnswersError):
                     if is_taken:
                         raise
-        async with aclosing(self._ask(broker, query, room)) as parts:
+        async with aclosing(self._send(broker, query, room)) as parts:
             async for part in parts:
                 yield part
 
-    def _ask(
+    def _send(
         self, broker: Broker, query: "Query", room: Room | None, server: str = ""
     ) -> AsyncGenerator[infer.InferPart, None]:
         scope = self.record.scope
