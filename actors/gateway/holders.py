@@ -59,15 +59,15 @@ class PrefixHolders:
         self._in_flight: Counter[str] = Counter()
 
     def order(self, beginnings: Beginnings, loads: Mapping[str, float]) -> list[str]:
-        """Return the servers to ask one after the other: the holder, and the least loaded one.
+        """Return two servers to ask in order: the holder, and the least loaded of the others.
 
         `loads` has the requests of each server that is available, besides those of this gateway.
         """
         known = (self._holders.get(beginning) for beginning in reversed(beginnings.all))
         holder = next((server for server in known if server in loads), None)
         servers = random.sample(list(loads), len(loads))  # so that any of equals is asked
-        idle = min(servers, key=lambda server: loads[server] + self._in_flight[server])
-        return list(dict.fromkeys([holder or idle, idle]))
+        servers.sort(key=lambda server: loads[server] + self._in_flight[server])
+        return list(dict.fromkeys([holder or servers[0], *servers]))[:2]
 
     @contextmanager
     def asking(self, server: str) -> Iterator[None]:
