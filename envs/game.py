@@ -134,6 +134,13 @@ class AbstractGame(ABC):
         """
         return StepResult("", 0.0, done=True)
 
+    def close(self) -> None:  # noqa: B027 - most games hold nothing
+        """Give back what the episode holds: sessions, processes, files; by default nothing.
+
+        Called once, as the last method, however an episode ends: done, failed, or given up; also
+        after a `reset` that failed. Not async, and within the time limit of the call that ends it.
+        """
+
     def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:
         """Return the prompt of a row of data, completed by the result of `reset`.
 

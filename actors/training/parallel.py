@@ -39,10 +39,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
+from ...schemas.plan.model_refusals import refuse_dividing
 from ...schemas.wire.errors import ConfigError
 from ..addresses import interface_of, own_address
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
-from ..policy.layers import decoder_of, has_index, is_recurrent, needs_masks
+from ..policy.layers import decoder_of, is_recurrent, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
@@ -101,29 +102,9 @@ def _divide_attention(model: nn.Module, share: SequenceGroup) -> None:
 def check_divisible(model: nn.Module, size: int) -> None:
     """Raise ConfigError unless `size` processes can share the columns of a model's rows."""
     config = cast(Any, model).config.get_text_config()
-    refused = f"learner.context_parallel={size} cannot divide"
-    if is_recurrent(model):
-        raise ConfigError(
-            f"{refused} this model: it has recurrent layers, whose state passes through all "
-            "columns of a row in order",
-            hint="set learner.context_parallel=1",
-        )
-    if has_index(config):
-        raise ConfigError(
-            f"{refused} this model: an index over all columns chooses the keys of its attention",
-            hint="set learner.context_parallel=1",
-        )
     heads = getattr(config, "num_attention_heads", 0)  # also where it has another name
     settings = cast("dict[str, Any]", {"num_attention_heads": heads, **config.to_dict()})
-    for name, numbers in settings.items():
-        if not name.endswith(("attention_heads", "key_value_heads")):
-            continue
-        for number in cast("list[Any]", numbers if isinstance(numbers, list) else [numbers]):
-            if isinstance(number, int) and number % size:
-                raise ConfigError(
-                    f"{refused} a model with {name}={number}",
-                    hint="choose a divisor of its numbers of heads",
-                )
+    refuse_dividing(settings, size, is_recurrent=is_recurrent(model))
 
 
 def _attend(

@@ -17,7 +17,6 @@ at several servers are called `SERVER_TOOL`.
 import asyncio
 import re
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class McpGame(AsyncToolGame):
         self._truth: Any = None
         self._num_failed = 0
         self._sessions: dict[int, McpSession] = {}
-        weakref.finalize(self, _close_soon, self._sessions).atexit = False
 
     def get_tools(self) -> list[dict[str, Any]]:
         """Return the tools of all servers; the first game of a process requests them.
@@ -92,12 +90,14 @@ class McpGame(AsyncToolGame):
     def answer(self, text: str) -> StepResult:
         """End the episode with the policy's answer, which `env.reward` scores."""
         del text
-        self.close()
         return StepResult("", 0.0, done=True)
 
     def close(self) -> None:
-        """End the episode's sessions."""
-        _close_soon(self._sessions)
+        """End the episode's sessions; shared ones stay."""
+        while self._sessions:
+            _, session = self._sessions.popitem()
+            if not session.is_shared:
+                session.close_soon()
 
     def get_system_prompt(self) -> str:
         """Return the system prompt, with the servers' resources and prompts."""
@@ -137,14 +137,6 @@ class McpGame(AsyncToolGame):
                 hint="see resources and prompts of the server",
             ) from error
         return join_texts(*(bounded_text(text, self.max_result_chars) for text in texts))
-
-
-def _close_soon(sessions: dict[int, McpSession]) -> None:
-    """End sessions, from any thread; shared ones stay."""
-    while sessions:
-        _, session = sessions.popitem()
-        if not session.is_shared:
-            session.close_soon()
 
 
 # -- settings --------------------------------------------------------------------------------------
