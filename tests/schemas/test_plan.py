@@ -627,37 +627,6 @@ def test_sequences_longer_than_a_model_of_the_job_are_refused(
     assert "rollout.max_prompt_tokens" in it.value.hint
 
 
-ATTENTION = {"model": {"attn_implementation": "varlen"}}
-DIVIDED = {"learner": {**IN_16_BITS, "context_parallel": 2, "ranks": 2, "slots": 2}}
-
-
-@pytest.mark.parametrize(
-    ("config", "refused", "reason"),
-    [
-        ({"model_type": "gpt_oss"}, ATTENTION, "its attention has sinks"),
-        ({"text_config": {"model_type": "llama4_text"}}, ATTENTION, "its attention is chunked"),
-        ({"model_type": "x", "layer_types": ["chunked_attention"]}, ATTENTION, "is chunked"),
-        ({"model_type": "deepseek_v32"}, ATTENTION, "chooses keys by an index"),
-        ({"model_type": "deepseek_v32"}, DIVIDED, "an index over all columns"),
-        ({"model_type": "lfm2", "layer_types": ["conv"]}, DIVIDED, "it has recurrent layers"),
-        ({"model_type": "qwen3", "num_key_value_heads": 3}, DIVIDED, "num_key_value_heads=3"),
-    ],
-)
-def test_keys_that_do_not_fit_a_model_s_layers_are_refused_by_its_configuration_alone(
-    tmp_path: Path, config: dict[str, Any], refused: dict[str, Any], reason: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model = {"path": str(tmp_path), **refused.get("model", {})}
-    job = job_of(str(tmp_path), **{**refused, "model": model})
-    with pytest.raises(ConfigError, match=reason) as raised:
-        refuse_models(job)
-    assert "set " in raised.value.hint or "choose " in raised.value.hint
-    refuse_models(job, trains=False)
-    refuse_models(job_of(str(tmp_path)))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    refuse_models(job)
-
-
 def test_lengths_of_unknown_models_and_of_rows_are_not_judged(tmp_path: Path) -> None:
     refuse_models(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
     model = model_of(tmp_path / "short", 64)
