@@ -8,6 +8,7 @@
     if (value === null || value === undefined) return "";
     if (Math.abs(value) < 1e-12) return "0";
     const size = Math.abs(value);
+    if (size >= 1e12) return value.toExponential(1);
     if (size >= 1e9) return `${(value / 1e9).toPrecision(3)}G`;
     if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
     if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
