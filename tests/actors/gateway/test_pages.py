@@ -323,7 +323,8 @@ AUDIT = """() => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
     return text.startsWith("color(") ? [255 * r, 255 * g, 255 * b, a] : [r, g, b, a];
   };
-  const over = (top, below) => [...[0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])), 1];
+  const mix = (top, below, i) => top[i] * top[3] + below[i] * (1 - top[3]);
+  const over = (top, below) => [...[0, 1, 2].map((i) => mix(top, below, i)), 1];
   const ground = (one) => {
     const layer = one ? rgb(getComputedStyle(one).backgroundColor) : [255, 255, 255, 1];
     return layer[3] >= 1 ? layer : over(layer, ground(one.parentElement));
@@ -339,10 +340,11 @@ AUDIT = """() => {
     const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
     const below = ground(one), text = over(rgb(getComputedStyle(one).color), below);
     const [a, b] = [light(text), light(below)];
-    if (own && Math.max(a, b) / Math.min(a, b) < 4.5) wrong.push(`faint: ${one.outerHTML.slice(0, 99)}`);
-    if (!one.matches("a, button, input:not([type=hidden]), select, textarea, img")) continue;
-    const label = one.closest("label")?.textContent || one.getAttribute("aria-label") || one.alt;
-    if (!(label || one.textContent).trim()) wrong.push(`no name: ${one.outerHTML.slice(0, 99)}`);
+    const says = one.outerHTML.slice(0, 99);
+    if (own && Math.max(a, b) / Math.min(a, b) < 4.5) wrong.push(`faint: ${says}`);
+    if (!one.matches("a, button, input:not([type=hidden]), select, textarea")) continue;
+    const label = one.closest("label")?.textContent || one.getAttribute("aria-label");
+    if (!(label || one.textContent).trim()) wrong.push(`no name: ${says}`);
   }
   return wrong;
 }"""
