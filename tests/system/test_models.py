@@ -6,15 +6,26 @@ import pytest
 from tinkermq.actors.policy.tiny_models import END, PAD, SPECIAL_TOKENS, make_tokenizer
 
 from tests.support.configs import small_job
-from tests.support.families import make_model
+from tests.support.families import QUICK, make_model
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_5_text"])
-async def test_a_run_with_windows_sinks_or_recurrent_layers_is_replayed_to_the_bit(
+SOON = ("gemma3_text", "gpt_oss", "qwen3_5_text")
+"""Windows, sinks and recurrent layers: the others are as long, and run by `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        each if each in SOON else pytest.param(each, marks=pytest.mark.long)
+        for each in QUICK
+        if each != "recurrent_gemma"  # which the engine refuses
+    ],
+)
+async def test_a_run_of_any_kind_of_layers_is_replayed_to_the_bit(
     stack: Stack, tmp_path: Path, family: str
 ) -> None:
     model = make_model(family)
