@@ -360,7 +360,9 @@ async def strange_values(stack: Stack, scope: JobScope) -> None:
         make_trajectory([1, 2], [([5, 6], [7])], [reward], messages=asks, info={words: words})
         for reward in rewards
     ]
-    await RolloutLog(stack.broker, scope).append(make_group(episodes, 2))
+    log = RolloutLog(stack.broker, scope)
+    await log.append(make_group(episodes, 2))
+    await log.append_payload(3, b"no group")
     lines = LogLines(actor="learner", attempt=1, lines=[words], time=1.0)
     await publish_log(stack.broker, scope, lines)
     blame = Blame(boundary="task", code="bad_row", message=words, hint=words)
