@@ -1,11 +1,14 @@
 """Fixtures that all tests share: a real nats-server, connections, and the streams of a job."""
 
+import asyncio
 import gc
 import itertools
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -45,10 +48,40 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module that is deselected as a whole, by a `not` of one of its `pytestmark`s."""
+    wanted = config.option.markexpr.split(" and ")
+    if collection_path.suffix != ".py" or str(collection_path) in config.args:
+        return None
+    marked = re.search(r"^pytestmark = .*(?:\n .*)*", collection_path.read_text(), re.M)
+    marks = re.findall(r"pytest\.mark\.(\w+)", marked[0]) if marked else []
+    return True if any(f"not {mark}" in wanted for mark in marks) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest modules first, so that several workers end at about the same time."""
     seconds = measured_s()
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the core's modules that share a stack to one process, so that one stack is started."""
+    if config.option.dist != "loadfile" or "not full" not in config.option.markexpr.split(" and "):
+        return None  # most others need a stack: each process has one
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class ByStack(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = super()._split_scope(nodeid)
+            text = (config.rootpath / module).read_text()
+            return (
+                "stack"
+                if re.search(r"^from tests\.support\.stack import .*Stack", text, re.M)
+                else module
+            )
+
+    return ByStack(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -69,8 +102,17 @@ def _remember_end(config: pytest.Config, status: int | None) -> None:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """One server for all tests of the session; a test that kills takes `own_server`."""
+    """One server for all tests of the session; a test that kills takes `own_server`.
+
+    It has the shared buckets.
+    """
+
+    async def make_buckets(url: str) -> None:
+        async with await connect(url, name="test") as connection:
+            await create_shared(connection)
+
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        asyncio.run(make_buckets(server.url))
         yield server
 
 
@@ -83,9 +125,8 @@ def own_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def broker(nats_server: NatsServer) -> AsyncIterator[Broker]:
-    """A connection to the session's server, with the shared buckets made."""
+    """A connection to the session's server."""
     async with await connect(nats_server.url, name="test") as connection:
-        await create_shared(connection)
         yield connection
 
 

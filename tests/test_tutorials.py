@@ -1,5 +1,6 @@
 """The tutorials do what they show: every block is saved or run as it is written, in order."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support.pages import Block, blocks, environment, matches, run, save, succeed
+from tests.support.waiting import PATIENCE_S
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+_VALIDATION = re.compile(r"^validation ([\d.]+) at step 0, ([\d.]+) at step", re.MULTILINE)
+"""What `train` says at its end of a run that is validated."""
+_RISES_BY = 0.1
 
 
 class Reader:
@@ -18,6 +23,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         """Start; what `pip install` installs goes into the folder, not into the tests' own."""
         self.here = folder
+        self.said = ""
         self.env = {
             **environment(folder),
             "PIP_TARGET": str(folder / "site"),
@@ -38,7 +44,8 @@ class Reader:
         elif block.language == "console":
             for part in block.text.removeprefix("$ ").split("\n$ "):
                 line, _, shown = part.partition("\n")
-                said = run(line, self.here, env=self.env).stdout
+                said = run(line, self.here, 2 * PATIENCE_S, self.env).stdout
+                self.said += said
                 assert matches(f"{shown.rstrip()}\n" if shown.strip() else "", said), (
                     f"{block}: {line}\n{said}"
                 )
@@ -66,3 +73,7 @@ def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path) -> None:
             reader.follow(block)
     finally:
         run("tinkermq down", tmp_path, env=reader.env)
+    rewards = _VALIDATION.findall(reader.said)
+    assert bool(rewards) == page.stem.startswith("1-"), reader.said
+    for before, after in rewards:
+        assert float(after) > float(before) + _RISES_BY, reader.said

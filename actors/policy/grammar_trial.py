@@ -10,14 +10,12 @@ a line with the tokenizer, then one for each grammar, all JSON; each is answered
 forks for each grammar, so that none pays for another.
 """
 
-import contextlib
 import json
 import os
 import re
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
 import weakref
@@ -29,6 +27,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
+from ...schemas.local.line_worker import LineWorker, WorkerEnded, answer_lines, write_all
 from ...schemas.local.process import die_with
 from ...schemas.output_format import closed
 from ...schemas.wire.errors import BusyError, ConfigError
@@ -172,78 +171,35 @@ class GrammarTrials:
     def __init__(self, tokenizer: str, eos: int | None) -> None:
         """`tokenizer` is the text of a tokenizer.json; the process starts with the first trial."""
         self._head = {"tokenizer": tokenizer, "eos": eos}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker: LineWorker | None = None
 
     def run(self, text: str, schemas: Schemas) -> Verdict:
         """Try a grammar; if it is not supported, the error names which part of `schemas` is not.
 
         Raises ConfigError for a tokenizer without grammars, BusyError if the process ends.
         """
-        process = self._process or self._start()
-        return Verdict(*self._request(process, {"text": text, "schemas": schemas}, 2 * COMPILE_S))
+        trial = {"text": text, "schemas": schemas}
+        try:
+            worker = self._worker = self._worker or self._start()
+            return Verdict(*worker.ask(trial, _START_S + 2 * COMPILE_S))
+        except WorkerEnded as ended:
+            self._worker = None
+            raise BusyError(
+                "the process that compiles output formats has ended", hint="ask again: it restarts"
+            ) from ended
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", __name__),
-                *(str(COMPILE_S), str(MEMORY_BYTES)),
-            ],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=die_with(os.getpid()),
-        )
-        weakref.finalize(self, _end, process)
-        error = self._request(process, self._head, 0)
+    def _start(self) -> LineWorker:
+        limits = (str(COMPILE_S), str(MEMORY_BYTES))
+        worker = LineWorker(__name__, *limits, in_child=die_with(os.getpid()))
+        weakref.finalize(self, worker.end)
+        error = worker.ask(self._head, _START_S)
         if error is not None:
-            self._stop()
+            worker.end()
             raise ConfigError(
                 f"output formats do not work with this tokenizer: {error}",
                 hint="use a model with a byte-level or SentencePiece-like tokenizer",
             )
-        return process
-
-    def _request(self, process: subprocess.Popen[bytes], message: Any, limit_s: float) -> Any:
-        """Return the answer to a line; `limit_s` is added to the time of a start."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        until = time.monotonic() + _START_S + limit_s
-        answer = bytearray()
-        with contextlib.suppress(OSError):
-            _write_all(process.stdin.fileno(), json.dumps(message).encode() + b"\n")
-            while not answer.endswith(b"\n"):
-                left_s = max(0.0, until - time.monotonic())
-                if not select.select([process.stdout], [], [], left_s)[0]:
-                    break
-                if not (chunk := process.stdout.read(1 << 16)):
-                    break
-                answer += chunk
-        if answer.endswith(b"\n"):
-            return json.loads(answer)
-        self._stop()
-        raise BusyError(
-            "the process that compiles output formats has ended", hint="ask again: it restarts"
-        )
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-
-
-def _write_all(file: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
+        return worker
 
 
 # -- in the process --------------------------------------------------------------------------------
@@ -253,20 +209,19 @@ def main() -> None:
     """Answer line by line until standard input ends."""
     seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    head = json.loads(sys.stdin.readline())
-    try:
-        read = llguidance.LLTokenizer(head["tokenizer"], eos_token=head["eos"])
-    except ValueError as error:
-        _answer(str(error)[:_SHOWN])
-        return
-    _answer(None)
-    for line in sys.stdin:
-        _answer(_try(read, json.loads(line), seconds, most_bytes))
+    tokenizer: llguidance.LLTokenizer | None = None
 
+    def answer(message: dict[str, Any]) -> Any:
+        nonlocal tokenizer
+        if tokenizer is not None:
+            return _try(tokenizer, message, seconds, most_bytes)
+        try:
+            tokenizer = llguidance.LLTokenizer(message["tokenizer"], eos_token=message["eos"])
+        except ValueError as error:
+            return str(error)[:_SHOWN]
+        return None
 
-def _answer(value: Any) -> None:
-    sys.stdout.write(f"{json.dumps(value)}\n")
-    sys.stdout.flush()
+    answer_lines(answer)
 
 
 def _try(
@@ -309,10 +264,10 @@ def _compile(read: llguidance.LLTokenizer, trial: Mapping[str, Any], writer: int
     try:
         compiled(read, trial["text"])
     except ConfigError as error:
-        _write_all(writer, json.dumps([error.message, error.hint]).encode() + b"\n")
-        _write_all(writer, json.dumps(_unsupported(trial["schemas"])).encode() + b"\n")
+        write_all(writer, json.dumps([error.message, error.hint]).encode() + b"\n")
+        write_all(writer, json.dumps(_unsupported(trial["schemas"])).encode() + b"\n")
     else:
-        _write_all(writer, json.dumps(["", ""]).encode() + b"\n")
+        write_all(writer, json.dumps(["", ""]).encode() + b"\n")
 
 
 def _read(reader: int, seconds: float) -> tuple[list[Any], bool]:

@@ -110,6 +110,23 @@ class LaggedRun:
             await examined.close()
             games.end()
 
+    async def sample(self) -> list[Group]:
+        """Return a group of each row of the training data, played by the untrained model.
+
+        The rows are whole batches.
+        """
+        games = GamesHere(self.config)
+        players = await self._players(games, EpisodeSampling.of(self.config.rollout))
+        order, groups = DataOrder(self.config.seed, games.num_train), list[Group]()
+        try:
+            runner = GroupRunner(players, games, self.config, "here")
+            for step in range(1, (games.num_train or 0) // self.config.training.batch_size + 1):
+                groups += await self._roll_out(runner, order, step)
+        finally:
+            await players.close()
+            games.end()
+        return groups
+
     @property
     def _evaluation(self) -> EpisodeSampling:
         evaluation = self.config.evaluation

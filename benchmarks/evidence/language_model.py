@@ -20,7 +20,7 @@ import asyncio
 import gc
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from statistics import mean
 from typing import Any
@@ -144,23 +144,28 @@ def _work(results: Results, jobs: Sequence[tuple[Cell, Job]], taken: Any, test_e
         gc.collect()
 
 
-def main() -> None:
-    """Run what is missing."""
-    summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(description=summary)
-    parser.add_argument(
+def run_missing(
+    doc: str | None,
+    experiment: str,
+    cells: Callable[[], Sequence[Cell]],
+    job: Callable[..., Job],
+    test_every: int = TEST_EVERY,
+) -> None:
+    """Run what an experiment lacks, in as many processes as its command says."""
+    options = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    options.add_argument(
         "--processes", type=int, default=2, help="runs at the same time (default: %(default)s)"
     )
-    processes: int = parser.parse_args().processes
+    processes: int = options.parse_args().processes
     if processes < 1:
-        parser.error(f"--processes is {processes}: give 1 or more")
-    results, on_gpu = Results(EXPERIMENT), own_device().type == "cuda"
+        options.error(f"--processes is {processes}: give 1 or more")
+    results, on_gpu = Results(experiment), own_device().type == "cuda"
     missing = [(cell, job(cell, on_gpu=on_gpu)) for cell in results.missing(cells())]
     for cell, found in missing:  # what is refused is so before hours have gone by
-        LaggedRun(found, lag=cell.lag, test_every=TEST_EVERY)
-    if left := run_in_processes(results, missing, processes=processes):
+        LaggedRun(found, lag=cell.lag, test_every=test_every)
+    if left := run_in_processes(results, missing, processes=processes, test_every=test_every):
         raise SystemExit(f"{left} runs have no result: see the errors above, and start it again")
 
 
 if __name__ == "__main__":
-    main()
+    run_missing(__doc__, EXPERIMENT, cells, job)

@@ -55,6 +55,15 @@ EXPERIMENTS = {
         "SmolLM2-135M-Instruct",
         "one H200, twelve processes",
     ),
+    "sanity": Experiment(
+        "Sanity test: prompts that the model solves at times",
+        "sums of which the model solves 3 to 7 of 16 answers before, and that alone are trained "
+        "([arXiv 2510.26788](https://arxiv.org/abs/2510.26788)): after 40 steps of 8 prompts each "
+        "seed solves 92 to 95 %, most of it after ten",
+        "3e312ffb",
+        "2026-11-29",
+        "SmolLM2-135M-Instruct",
+    ),
     "choices": Experiment(
         "Advantages, losses, LoRA",
         "few choices differ from the default by more than the seeds do, and some are worse; LoRA "

@@ -269,8 +269,8 @@ def quickstart(*overrides: str, real: bool = False, output_dir: Path = Path("out
     overrides
         `section.key=value`, such as `training.num_steps=20`.
     real
-        Train a language model of 135 million parameters on sums instead, in about a quarter of an
-        hour on two cores; fetches 93 MB once, and shows its answers before and after.
+        Train a language model of 135 million parameters on sums instead, in six to eight minutes
+        on two cores; fetches 93 MB once, and shows its answers before and after.
     output_dir
         Folder for model, data, configuration and run.
     """

@@ -7,19 +7,17 @@ format. Each part is also reported by itself.
 """
 
 import atexit
-import json
 import os
 import queue
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
+from ...schemas.local.line_worker import LineWorker, WorkerEnded
 from ...schemas.local.process import is_killed_from_outside, num_oom_kills
 from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
@@ -261,8 +259,7 @@ class Grader:
             if worker is None:
                 worker = _Worker(self._limits)
             verdict = worker.ask(gold, answer)
-            if verdict == "failed" and worker.was_killed():
-                worker.close()
+            if worker.was_killed:
                 worker = _Worker(self._limits)
                 verdict = worker.ask(gold, answer)
             if verdict in ("late", "failed") or worker.num_asked >= self._renew_after:
@@ -283,48 +280,28 @@ class Grader:
 class _Worker:
     def __init__(self, limits: list[str]) -> None:
         self.num_asked = 0
+        self.was_killed = False
+        """Whether the process was ended by a signal from outside."""
         self._oom_kills = num_oom_kills()
-        self._process = subprocess.Popen(
-            # -P: a file in the working folder, such as queue.py, must not hide a module of Python
-            [sys.executable, "-P", "-m", f"{__package__}.grading_worker", *limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        if self._line() != "ready":
-            self.close()
+        self._process = LineWorker(f"{__package__}.grading_worker", *limits, shows_errors=True)
+        try:
+            self._process.ask(None)
+        except WorkerEnded as ended:
             raise GameError(
-                f"a grading process ended at once, with {self._process.returncode}",
+                f"a grading process ended at once, with {ended.code}",
                 hint="its own words are above; see whether `python -c 'import math_verify'` works",
-            )
+            ) from ended
 
     def ask(self, gold: str, answer: str) -> Verdict:
-        assert self._process.stdin is not None
         self.num_asked += 1
         try:
-            self._process.stdin.write(f"{json.dumps([gold, answer])}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return "failed"
-        line = self._line()
-        if line in ("true", "false"):
-            return "right" if line == "true" else "wrong"
-        return "late" if self._process.wait() == -signal.SIGPROF else "failed"
-
-    def was_killed(self) -> bool:
-        """Return whether the process was ended by a signal from outside."""
-        return is_killed_from_outside(self._process.poll(), self._oom_kills)
+            return "right" if self._process.ask([gold, answer]) else "wrong"
+        except WorkerEnded as ended:
+            self.was_killed = is_killed_from_outside(ended.code, self._oom_kills)
+            return "late" if ended.code == -signal.SIGPROF else "failed"
 
     def close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        self._process.end()
 
 
 @cache

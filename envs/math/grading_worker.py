@@ -1,17 +1,15 @@
 """The process that compares answers: math-verify, one comparison at a time.
 
-Started by `grading` as `python -m tinkermq.envs.math.grading_worker <seconds> <bytes>`. An input
-line is a JSON list of the gold answer and the given answer, an output line is `true` or `false`.
-The kernel ends the process when a comparison exceeds its seconds of CPU time; wall-clock time would
-make an answer wrong because the machine is busy.
+Started by `grading` as `python -m tinkermq.envs.math.grading_worker <seconds> <bytes>`. A
+message is a list of the gold answer and the given answer, and is answered with true or false. The
+kernel ends the process when a comparison exceeds its seconds of CPU time.
 """
 
-import json
 import logging
-import resource
-import signal
 import sys
 from typing import Any
+
+from ...schemas.local.line_worker import answer_lines, limit_memory, limited_time
 
 _RELATIVE = 2e-6
 """Numbers with a larger relative difference are not equal; math-verify rounds to 6 decimals."""
@@ -33,8 +31,7 @@ def main() -> None:
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 
     logging.disable()  # math-verify warns that time limits are left to the caller
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(most_bytes)
     plain = NormalizationConfig(
         basic_latex=True,
         units=False,  # read before: h and m of 2h and 5m may be variables
@@ -53,18 +50,17 @@ def main() -> None:
             rf"\boxed{{{answer}}}", reading, extraction_mode="first_match", parsing_timeout=None
         )
 
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        gold, answer = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        right, answered = read(gold), read(answer)
-        is_right = math_verify.verify(
-            right, answered, allow_set_relation_comp=True, timeout_seconds=None
-        ) and ("%" in gold + answer or not differ(right, answered))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(f"{json.dumps(is_right)}\n")
-        sys.stdout.flush()
+    def compare(pair: list[str] | None) -> bool:
+        if pair is None:  # whether it has started
+            return True
+        gold, answer = pair
+        with limited_time(seconds):
+            right, answered = read(gold), read(answer)
+            return math_verify.verify(
+                right, answered, allow_set_relation_comp=True, timeout_seconds=None
+            ) and ("%" in gold + answer or not differ(right, answered))
+
+    answer_lines(compare)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.envs.games.sums import is_held_out
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import BatchRecord, Task
 
-from benchmarks.evidence import gomoku_curve, language_model
+from benchmarks.evidence import gomoku_curve, language_model, sanity
 from benchmarks.evidence.cells import SEEDS, Cell, Results
 from benchmarks.evidence.comparisons import Difference
 from benchmarks.evidence.lagged import Curve, LaggedRun, copied_weights
 from benchmarks.evidence.pooled import Played, mixed_shares
 from benchmarks.evidence.tables import DOCS, PAGES, filled
 from benchmarks.tailed_game import LONGEST_S, SHORTEST_S, TailedGuessGame, draw_delay_s
-from benchmarks.tasks import addition_job, in_training_order, warm_model
+from benchmarks.tasks import NUM_ROWS, addition_job, in_training_order, warm_model
 
 STEPS = 4
 OFFERED = ("trl", "datasets")
@@ -93,6 +95,27 @@ def test_an_early_end_leaves_whole_seeds_of_the_language_model() -> None:
     assert len({cell.key for cell in cells}) == len(cells) == 40
     assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
     assert {cell.seed for cell in cells} == set(SEEDS)
+
+
+async def test_the_untrained_model_answers_each_row_once() -> None:
+    job = quick_job()
+    job["training"]["batch_size"], job["rollout"]["group_size"] = 512, 2
+    groups = await LaggedRun(job, lag=0, test_every=2).sample()
+    assert sorted(group.task.sample or 0 for group in groups) == list(range(NUM_ROWS))
+    assert {len(group.sampled) for group in groups} == {2}
+
+
+def test_the_sanity_test_trains_and_validates_sums_that_are_solved_at_times() -> None:
+    rows = [json.loads(line) for line in sanity.PROMPTS.read_text().splitlines()]
+    assert len(rows) == sanity.NUM_PROMPTS
+    assert all(3 <= row["right"] <= 13 and not is_held_out(*row["sum"]) for row in rows)
+    data = sanity.cells()[0].overrides["env"]
+    trained, validated = (
+        [json.loads(line)["prompt"] for line in Path(data[name][0]).read_text().splitlines()]
+        for name in ("train_data", "val_data")
+    )
+    assert validated == trained * sanity.NUM_PLAYED
+    assert len(trained) == len(rows)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -29,7 +29,7 @@ from tinkermq.broker.client.nats_internals import CarefulClient
 from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
+from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.config.job import LimitsConfig
@@ -575,7 +575,6 @@ async def test_a_generator_waits_for_room_in_a_full_rollout_log(
     own_server: NatsServer, patient: Broker, own_broker: Broker
 ) -> None:
     scope = JobScope("local", "full")
-    await create_shared(own_broker)
     await create_job_streams(own_broker, scope, LimitsConfig(rollout_bytes=2**20))
     log = RolloutLog(patient, scope)
     assert await log.append_payload(0, bytes(2**20 - 2**10))

@@ -257,7 +257,6 @@ async def write_once(broker: Broker, subjects: Sequence[str]) -> None:
 async def test_a_back_up_of_a_bucket_that_is_written_meanwhile_has_every_key(
     own_broker: Broker, other_server: NatsServer, tmp_path: Path
 ) -> None:
-    await create_shared(own_broker)
     stream = f"KV_{BUCKET_JOBS}"
     keys = [f"$KV.{BUCKET_JOBS}.u.j{number}" for number in range(50)]
     async with await connect(other_server.url, name="test") as other, written(own_broker, keys):

@@ -7,20 +7,16 @@ without a tokenizer here. Messages are always readable.
 """
 
 import atexit
-import contextlib
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import structlog
 
 from ....schemas.local.folder import Folder
+from ....schemas.local.line_worker import LineWorker, WorkerEnded
 from ....schemas.wire.errors import StorageError
 
 LIMIT_S = 3.0
@@ -109,54 +105,27 @@ class _Worker:
         self._place = place
         self._lock = threading.Lock()
         self.has_ended = False
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", f"{__package__}.token_worker"),
-                *(str(file), str(limit_s), str(MEMORY_BYTES)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[file],
-            text=True,
-        )
+        words = (str(file), str(limit_s), str(MEMORY_BYTES))
+        self._process = LineWorker(f"{__package__}.token_worker", *words, file=file)
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
         """Return the text of each token; None if the process does not answer."""
         with self._lock:
             if self.has_ended:
                 return None
-            answer = self._decode(list(ids))
-            if answer is None:
+            try:
+                return self._process.ask(list(ids))
+            except WorkerEnded as ended:
                 self.has_ended = True
-                _log.warning("tokenizer_unreadable", file=self._place, code=self._end())
-            return answer
+                _log.warning("tokenizer_unreadable", file=self._place, code=ended.code)
+                return None
 
     def close(self) -> None:
         """End the process; pending requests get None."""
         self.has_ended = True
         self._process.kill()
         with self._lock:
-            self._end()
-
-    def _decode(self, ids: list[int]) -> list[str] | None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{json.dumps(ids)}\n")
-            self._process.stdin.flush()
-            answer: Any = json.loads(self._process.stdout.readline())
-        except (OSError, ValueError):
-            return None
-        return cast("list[str]", answer)
-
-    def _end(self) -> int:
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        self._process.kill()
-        return self._process.wait()
+            self._process.end()
 
 
 _workers = _Workers()

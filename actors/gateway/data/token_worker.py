@@ -5,31 +5,28 @@ FILE is the descriptor of a tokenizer.json. The kernel ends it if loading or one
 than its CPU seconds or memory.
 """
 
-import json
 import os
-import resource
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from ....schemas.local.line_worker import answer_lines, limit_memory, limited_time
 
 
 def main() -> None:
     """Answer line by line until standard input ends."""
     file, seconds, most_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(most_bytes)
     from tokenizers import Tokenizer
 
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    with os.fdopen(file, "rb") as source:
+    with limited_time(seconds), os.fdopen(file, "rb") as source:
         tokenizer = Tokenizer.from_buffer(source.read())  # pyright: ignore[reportUnknownMemberType]  # untyped in tokenizers
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        sys.stdout.write(f"{json.dumps(_texts(tokenizer, json.loads(line)))}\n")
-        sys.stdout.flush()
-        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def answer(ids: list[int]) -> list[str]:
+        with limited_time(seconds):
+            return _texts(tokenizer, ids)
+
+    answer_lines(answer)
 
 
 def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -239,7 +239,6 @@ async def test_a_body_that_does_not_say_its_size_is_counted_by_it_once_it_has_co
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         broker = await enter(await connect(nats_server.url, name="test"))
-        await create_shared(broker)
         canned = await enter(canned_server(broker, JobScope("local", "chunked"), asked["model"]))
         gateway = await enter(run_gateway(nats_server.url, tmp_path))
         http = await enter(httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S))

@@ -24,7 +24,6 @@ from tinkermq.broker.feed import (
     read_dead,
 )
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
@@ -636,7 +635,6 @@ ANSWER = "article.m-assistant"
 async def own(nats_server: NatsServer) -> AsyncIterator[Broker]:
     """A broker without a scheduler, which would look for the nodes of what is served."""
     async with await connect(nats_server.url, name="test") as connection:
-        await create_shared(connection)
         yield connection
 
 

@@ -257,7 +257,6 @@ async def test_a_version_of_a_run_without_validation_tasks_is_refused_at_once(
 async def test_the_newest_records_stay_and_that_of_the_best_version(
     own_broker: Broker,
 ) -> None:
-    await create_shared(own_broker)
     scope = JobScope("local", "long")
     await create_job_streams(own_broker, scope, LimitsConfig(), ack_wait_s=30)
     bucket = Bucket(own_broker, BUCKET_EVALS, EvalRecord)

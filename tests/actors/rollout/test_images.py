@@ -32,7 +32,6 @@ from tinkermq.actors.training.step import Trainer, _all
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
-    create_shared,
     delete_job_streams,
 )
 from tinkermq.broker.nats_server import NatsServer
@@ -69,7 +68,6 @@ def _config(model: Path, data: Path, **rollout: Any) -> JobConfig:
 async def seen(nats_server: NatsServer) -> AsyncIterator[tuple[Broker, JobScope]]:
     """A connection in the engines' event loop, and a job with its streams."""
     async with await connect(nats_server.url, name="test") as broker:
-        await create_shared(broker)
         scope = JobScope("local", f"job-seen-{uuid.uuid4().hex[:8]}")
         await create_job_streams(broker, scope, LimitsConfig())
         yield broker, scope

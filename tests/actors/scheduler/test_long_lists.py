@@ -12,7 +12,6 @@ from tinkermq.actors.scheduler.jobs.view import (
 )
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket, Entry
-from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE
 
@@ -66,7 +65,6 @@ async def test_an_answer_waits_for_no_more_archived_jobs_than_are_read_at_once(
 async def test_a_flood_of_long_lists_costs_another_user_as_many_reads_as_his_own(
     broker: Broker,
 ) -> None:
-    await create_shared(broker)
     archive, bucket = ArchivedJobs(broker), Bucket(broker, BUCKET_ARCHIVE, JobRecord)
     await archive.open()
     jobs: dict[str, list[ArchivedJob]] = {}

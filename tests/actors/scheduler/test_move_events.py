@@ -4,7 +4,7 @@ import asyncio
 
 from tinkermq.actors.scheduler.notifier import MoveEvents
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
+from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.jobs import JobStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
@@ -37,7 +37,6 @@ async def ended(broker: Broker, jobs: JobStore, number: int) -> JobRecord:
 async def test_a_thousand_ends_at_once_are_told_some_at_a_time_the_oldest_first(
     own_broker: Broker,
 ) -> None:
-    await create_shared(own_broker)
     jobs = JobStore(own_broker)
     waiting = {one.job: one for one in [await ended(own_broker, jobs, n) for n in range(NUM_JOBS)]}
     events, order, most = MoveEvents(own_broker, jobs), list[str](), 0

@@ -6,7 +6,6 @@ from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.actors.scheduler.nodes import Nodes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.schemas.node import NodeStatus
 from tinkermq.schemas.wire.subjects import BUCKET_NODES
 
@@ -16,7 +15,6 @@ from tests.support.waiting import eventually
 async def test_a_node_that_left_is_silent_for_a_while_and_then_forgotten(
     own_broker: Broker,
 ) -> None:
-    await create_shared(own_broker)
     pool = Nodes(own_broker, Timing(silent_s=0.3))
     await pool.records.open(lambda: None)
     status = NodeStatus(node="n1", host="h", slots=2, time=time.time())

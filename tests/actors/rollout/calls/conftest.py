@@ -10,7 +10,6 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
-    create_shared,
     delete_job_streams,
 )
 from tinkermq.broker.nats_server import NatsServer
@@ -36,7 +35,6 @@ async def asking(start: StartEngine, folder: Path, engine_kind: EngineKind) -> A
 async def broker(nats_server: NatsServer) -> AsyncIterator[Broker]:
     """A connection to the session's server, in the engines' event loop."""
     async with await connect(nats_server.url, name="test") as connection:
-        await create_shared(connection)
         yield connection
 
 

@@ -11,7 +11,6 @@ from tinkermq.actors.scheduler.nodes import Nodes
 from tinkermq.actors.scheduler.placement import UserShares
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.node import NodeStatus
 from tinkermq.schemas.wire.errors import PlacementError
@@ -60,7 +59,6 @@ def no_demand() -> Demand:
 async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_long(
     own_broker: Broker,
 ) -> None:
-    await create_shared(own_broker)
     pool, cluster = Nodes(own_broker, Timing()), Cluster([SILENT])
     await pool.records.open(lambda: None)
     records = Bucket(own_broker, BUCKET_NODES, NodeStatus)
@@ -96,7 +94,6 @@ async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_lo
 async def test_what_ran_before_the_scheduler_has_time_to_join_and_drains(
     own_broker: Broker,
 ) -> None:
-    await create_shared(own_broker)
     pool, cluster = Nodes(own_broker, Timing()), Cluster([SILENT])
     config = MachinesConfig(kind="slurm", least=1, join_s=1, look_s=0.01, drain_s=1)
     keeper = MachineKeeper(own_broker, config, URL, cluster, pool)
@@ -111,7 +108,6 @@ async def test_what_ran_before_the_scheduler_has_time_to_join_and_drains(
 async def test_a_job_that_is_requeued_under_its_number_has_the_whole_time_to_join(
     own_broker: Broker,
 ) -> None:
-    await create_shared(own_broker)
     pool, cluster = Nodes(own_broker, Timing()), Cluster([SILENT])
     await pool.records.open(lambda: None)
     records = Bucket(own_broker, BUCKET_NODES, NodeStatus)
