@@ -100,7 +100,7 @@ async def take_all(url: str, home: Path) -> None:
     bandit = submit(url, "bandit", home, "training.save_freq=20", "training.num_steps=150",
                     "training.test_freq=10", "algorithm.kl_coef=0.001")  # fmt: skip
     guess = submit(url, "guess", home, "training.num_steps=80", "training.save_freq=20")
-    submit(url, "guess", home, "name=waits-for-room", "generator.count=3")
+    waits = submit(url, "guess", home, "name=waits-for-room", "generator.count=3")
     await until_step(url, guess, 12)
     await until_step(url, bandit, 40)
     groups = ask(f"{url}/api/v1/jobs/{guess}/rollouts")["groups"]
@@ -125,6 +125,8 @@ async def take_all(url: str, home: Path) -> None:
         ):
             await take(browser, url, shot)
         await until_step(url, guess, 22)
+        for job in (waits, bandit):  # makes room for the server of the playground
+            ask(f"{url}/api/v1/jobs/{job}/stop", {"now": True})
         await take_playground(browser, url, guess)
 
 
