@@ -128,8 +128,9 @@ async def _kill_ours(stack: Stack, role: str, step: int, running: "asyncio.Task[
             return
         name = "learner" if role == "learner" else f"{role}-0"
         if (presence := (await stack.presences(record)).get(name)) is not None:
-            os.kill(presence.pid, signal.SIGKILL)
-            return
+            with contextlib.suppress(ProcessLookupError):  # of the one that was killed before
+                os.kill(presence.pid, signal.SIGKILL)
+                return
         await asyncio.sleep(_POLL_S)
     await running
 

@@ -57,10 +57,11 @@ EXPERIMENTS = {
     ),
     "sanity": Experiment(
         "Sanity test: prompts that the model solves at times",
-        "sums of which the model solves 3 to 7 of 16 answers before, and that alone are trained "
-        "([arXiv 2510.26788](https://arxiv.org/abs/2510.26788)): after 40 steps of 8 prompts each "
-        "seed solves 92 to 95 %, most of it after ten",
-        "3e312ffb",
+        "32 sums that had 3 to 7 right answers of 16, and nothing else, are trained. The seeds "
+        "reach 95, 92 and 92 % by step 20 and do not rise from there, where "
+        "[arXiv 2510.26788](https://arxiv.org/abs/2510.26788) asks for nearly 100 %. But of fresh "
+        "answers 13 % were right before, and it takes prompts that are solved in 20 to 80 %",
+        "fb67fe52",
         "2026-11-29",
         "SmolLM2-135M-Instruct",
     ),
