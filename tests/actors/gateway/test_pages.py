@@ -383,7 +383,7 @@ async def test_every_page_fits_can_be_read_and_names_its_controls_whatever_a_run
     await publish_trace(stack.broker, record.scope, step_trace(1))
     tabs = ("", "/logs", "/events", "/config", "/checkpoints", "/timeline", "/failed", "/rollouts")
     episodes = ("/rollouts/1/0", "/rollouts/2/0", "/rollouts/3/0", "/rollouts/3/1?beside=3/2")
-    view = {"width": width, "height": 800}
+    view: Any = {"width": width, "height": 800}
     context = await browser.new_context(base_url=gateway.url, viewport=view, color_scheme=scheme)
     page = await context.new_page()
     colour = "getComputedStyle(document.body).backgroundColor"
