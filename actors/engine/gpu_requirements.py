@@ -102,7 +102,7 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
         f"the engine needs {needed / _GIB:.1f} (a share of {share:.2f}): other processes hold "
         "the rest",
         hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
-        "less; two jobs on one GPU each need a share of their own",
+        "less; two runs on one GPU each need a share of their own",
     )
 
 

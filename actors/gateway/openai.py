@@ -159,7 +159,7 @@ class ServingJobs:
         if matching:
             record = matching[0].record
             raise errors.NobodyAnswersError(
-                f"no server of job {record.name} answers for model {name!r} now: the job is "
+                f"no server of run {record.name} answers for model {name!r} now: the run is "
                 f"{record.state}",
                 hint=f"retry when its servers have started; see `tinkermq logs {record.name}`",
             )

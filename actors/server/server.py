@@ -125,7 +125,7 @@ class EpisodePlayer:
         env = self._config.env
         if not session and not env.game:
             raise errors.ConfigError(
-                "this job serves a model without a game of its own",
+                "this run serves a model without a game of its own",
                 hint="pass one: run_inference(…, game_class=…), or `tinkermq infer --game`",
             )
         known = self._environments.get(session)

@@ -163,7 +163,7 @@ def rollouts(
         record = await pool.find(run)
         if record.kind != "train":
             raise StateError(
-                f"job {record.name} is of kind {record.kind}, which logs no rollouts",
+                f"run {record.name} is of kind {record.kind}, which logs no rollouts",
                 hint="give the name of a training job: `tinkermq ps --all`",
             )
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
@@ -407,7 +407,7 @@ def profile(
         record = await pool.find(run)
         if not record.trains:
             raise StateError(
-                f"job {record.name} trains nothing, so it has no steps",
+                f"run {record.name} trains nothing, so it has no steps",
                 hint="give the name of a training job: `tinkermq ps --all`",
             )
         return record, await read_traces(pool.broker, record.scope, steps or _STEPS)

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import shown
+from ...schemas.wire.message import requirement
 from ..game import StepResult, join_texts
 from ..tools import AsyncToolGame, ToolResult, bounded_text, checked_tools
 from .mcp_channels import CallRefused, GameServer, who
@@ -184,7 +185,7 @@ def _read_server(values: Any, number: int) -> GameServer:
         first = error.errors()[0]
         key = ".".join((place, *map(str, first["loc"])))
         raise ConfigError(
-            f"{key}: {first['msg']} (it is {shown(first['input'])})",
+            f"{key}: {requirement(first)} (it is {shown(first['input'])})",
             hint=f"the keys are {', '.join(GameServer.model_fields)}",
         ) from error
     for prompt in server.prompts:

@@ -195,7 +195,7 @@ class ALFWorldGame(AbstractGame):
         if not file.is_file():
             raise GameError(
                 f"there is no game {file}",
-                hint="all hosts of a job must have the same games as those its data names",
+                hint="all hosts of a run must have the same games as those its data names",
             )
         self._env = _idle.pop() if _idle else _new_world()
         game = json.loads(file.read_text(encoding="utf-8"))

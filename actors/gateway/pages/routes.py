@@ -361,7 +361,7 @@ async def _records(request: Request) -> list[JobRecord]:
     if not jobs or len(jobs) > MAX_REMOVED_RUNS:
         raise MessageError(
             f"{len(jobs) or 'no'} runs were chosen; choose from 1 to {MAX_REMOVED_RUNS}",
-            hint="tick them in the table of jobs",
+            hint="tick them in the table of runs",
         )
     scheduler = operations.Scheduler(await visitor_of(request))
     return [await scheduler.get(item) for item in jobs]
@@ -524,7 +524,7 @@ async def act_form(request: Request) -> Response:
     visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
     if action not in operations.BODIES:
-        raise MessageError(f"{action!r} is not an operation on jobs")
+        raise MessageError(f"{action!r} is not an operation on runs")
     record = await operations.act(
         operations.Scheduler(visitor),
         job,

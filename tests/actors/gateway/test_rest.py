@@ -292,7 +292,7 @@ async def assert_failed_tasks_are_decided(
         ("POST", "/api/v1/jobs", {"config": {"modell": {}}}, 400, "did you mean model"),
         ("POST", "/api/v1/jobs", {"config": {}, "extra": 1}, 400, "extra"),
         ("POST", "/api/v1/jobs", LEAST | {"weights_only": True}, 400, "starts from a checkpoint"),
-        ("POST", "/api/v1/jobs", LEAST | {"adapters": ["r@1"]}, 400, "for inference jobs"),
+        ("POST", "/api/v1/jobs", LEAST | {"adapters": ["r@1"]}, 400, "for inference runs"),
         ("POST", "/api/v1/jobs", b"{broken", 400, "not JSON"),
         ("POST", "/api/v1/jobs", b"[]", 400, "JSON object"),
         ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),
