@@ -223,6 +223,8 @@ class GeneratorConfigDict(TypedDict, total=False):
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int
     """Concurrent episodes per generator."""
+    adapt_episodes: bool
+    """Let the number of concurrent episodes follow the engine's free KV cache, up to `max_episodes` ([how](engines.md#episodes-and-the-cache))."""
     max_requests: int | None
     """Requests per forward pass; default: as many as the run has and the GPU's memory holds ([will it fit](gpu.md#will-it-fit)), 256 on a CPU."""
     max_context: int | None

@@ -175,6 +175,9 @@ class GeneratorConfig(Section):
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
+    adapt_episodes: bool = False
+    """Let the number of concurrent episodes follow the engine's free KV cache, up to `max_episodes`
+    ([how](engines.md#episodes-and-the-cache))."""
     max_requests: int | None = Field(default=None, ge=1, le=65_536)
     """Requests per forward pass; default: as many as the run has and the GPU's memory holds ([will
     it fit](gpu.md#will-it-fit)), 256 on a CPU."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -167,7 +168,8 @@ async def job_rollouts(request: Request) -> Response:
     page = await rollouts.page_of_rollouts(request, visitor, record)
     parameters = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
     rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
-    low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+    rewards = [reward for reward in rewards if math.isfinite(reward)] or [0.0]
+    low, high = min(rewards), max(rewards)
     set_parameters = {name: value for name, value in parameters.items() if value}
     fields = {name: value for name, value in set_parameters.items() if name != "beside"}
     links = {"query": urlencode(set_parameters), "query_json": urlencode(fields)}
