@@ -194,8 +194,11 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     }
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
-    with Progress(console=Console(stderr=True, emoji=False), transient=True) as progress:
-        for _ in progress.track(range(steps), description=f"warm start of {game}"):
+    console = Console(stderr=True, emoji=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for step in progress.track(range(steps), description=f"warm start of {game}"):
+            if not console.is_terminal and step % max(steps // 5, 1) == 0:
+                console.print(f"warm start of {game}: step {step} of {steps}", markup=False)
             rows = rng.choices(known, k=recipe.batch)
             micros = pack(
                 rows,

@@ -11,6 +11,9 @@ The times follow from the data sheet of an H100 (3.35 TB/s, 990 TFLOP/s in bfloa
 efficiencies below, which nobody has measured for this system: they say where the time of a step
 goes, not how fast the system is. `files` is the way of weights by the broker (a copy down, through
 the store, and up, while decoding stands still), `nccl` the way from GPU to GPU.
+
+At the end: what it is worth that episodes follow an engine's cache, and that conversations stay
+with the server that holds them (`benchmarks.gpu_cache`).
 """
 
 import asyncio
@@ -40,6 +43,13 @@ from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.broker import make_group
+from benchmarks.gpu_cache import (
+    FLOPS,
+    MODELS,
+    MULTIPLYING,
+    Model,
+    report_caches,
+)
 from benchmarks.report import Report, parser
 
 SCOPE = JobScope("local", "gpu-pool")
@@ -51,23 +61,6 @@ PROMPT, ANSWER, LONGEST = 512, 1500, 8192
 TAIL = 0.8
 """Standard deviation of the logarithm of an answer's length."""
 STALLED_S = 120.0
-
-BANDWIDTH, FLOPS = 3.35e12, 990e12
-READING, MULTIPLYING, PREFILLING = 0.7, 0.42, 0.5
-"""Shares of the data sheet: of memory when decoding, of products when training and prefilling."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a model costs."""
-
-    name: str
-    weights: float
-    kv_bytes: float
-    """Of a token in the cache: 2 x layers x key-value heads x head width x 2 bytes."""
-    tensor_parallel: int
-    layer_s: float
-    """Of a token, for the sums between the GPUs of an engine."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +76,6 @@ class WeightsPath:
     """While an engine stands still."""
 
 
-MODELS = (
-    Model("7 B", 7.6e9, 57e3, 1, 0.0),
-    Model("32 B", 32.8e9, 262e3, 4, 2e-3),
-)
 FILES = WeightsPath("files", 0.8, 2.6, 1.7)
 NCCL = WeightsPath("nccl", 0.07, 0.0, 0.13)
 
@@ -116,14 +105,11 @@ class Pool:
     @property
     def prefill_s(self) -> float:
         """Seconds of an engine for the prompt of a group, which its sequences share."""
-        rate = self.model.tensor_parallel * FLOPS * PREFILLING
-        return 2 * self.model.weights * PROMPT / rate
+        return self.model.prefill_s(PROMPT)
 
     def token_s(self, num_sequences: int) -> float:
         """Seconds for the next token of so many sequences that are half done on average."""
-        cached = num_sequences * (PROMPT + ANSWER / 2) * self.model.kv_bytes
-        rate = self.model.tensor_parallel * BANDWIDTH * READING
-        return (2 * self.model.weights + cached) / rate + self.model.layer_s
+        return self.model.token_s(num_sequences * (PROMPT + ANSWER / 2))
 
     def weights_s(self, per_billion: float) -> float:
         """Seconds for a part of the weights' way."""
@@ -466,6 +452,7 @@ def main() -> None:
             for who, share in (("learner", best.learner_busy), ("engines", best.generators_busy)):
                 what = f"{model.name}: {who} busy in the best division"
                 report.at_least(what, 100 * share, 95, "%")
+    report_caches(report, models[0], quick=arguments.quick)
     report.finish(arguments.json)
 
 

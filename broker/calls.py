@@ -380,7 +380,7 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
     _refuse_idle(
         record,
         "checkpoint to write",
-        "ask while a training job runs; one that ends has written its last checkpoint",
+        "ask while a run trains; one that ends has written its last checkpoint",
     )
     from ..schemas.control import ControlRequest  # `tinkermq ps` does not need it
 
@@ -408,7 +408,7 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
             f"{steps} steps cannot be traced at a time",
             hint=f"ask for 1 to {MAX_TRACED_STEPS}: --steps 3",
         )
-    _refuse_idle(record, "step to trace", "ask while a training job runs")
+    _refuse_idle(record, "step to trace", "ask while a run trains")
     request = ControlRequest(verb="profile", reason="asked for", steps=steps)
     reply = await _control_learner(broker, record, request, "next steps")
     return [str(file) for file in reply.detail["files"]]
@@ -453,7 +453,7 @@ async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlRe
     """
     if record.state not in _LIVE:
         raise errors.StateError(
-            f"job {record.name} is {record.state}, so it has no processes",
+            f"run {record.name} is {record.state}, so it has no processes",
             hint="ask while it runs",
         )
     from ..schemas.control import ControlReply, ControlRequest
@@ -480,7 +480,7 @@ async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlRe
 def _refuse_idle(record: JobRecord, result: str, hint: str) -> None:
     if not record.trains or record.state not in _LIVE:
         what = f"is {record.state}" if record.trains else "trains nothing"
-        raise errors.StateError(f"job {record.name} {what}, so there is no {result}", hint=hint)
+        raise errors.StateError(f"run {record.name} {what}, so there is no {result}", hint=hint)
 
 
 async def _control_learner(

@@ -118,7 +118,7 @@ class JobStore:
         record = await self.find(user, name)
         if record is None:
             raise NotFoundError(
-                f"user {user!r} has no job or run {name!r}",
+                f"user {user!r} has no run {name!r}",
                 hint="list them with `tinkermq ps --all`",
             )
         return record

@@ -102,7 +102,7 @@ class McpServerDict(TypedDict, total=False):
 
 class AgentConfigDict(TypedDict, total=False):
     command: list[str]
-    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{files}`, `{input}` and `{python}` stand for the task's last user message, the working folder, the copy of `files`, the file with the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
+    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{files}`, `{input}` and `{python}` stand for the task's last user message, the working folder, the copy of `files`, the file with the task's row, and the pool's interpreter. Empty: no agent run, or `client`."""
     client: bool
     """Clients run the episodes: with `env.hosts=0` (then the default) callers of `AgentEpisodes` or hosts of a Python function, with `env.hosts=1` clients of a gateway's `/v1/episodes`."""
     tasks: str | None
@@ -110,7 +110,7 @@ class AgentConfigDict(TypedDict, total=False):
     val_share: float
     """Share of `tasks`, by a digest of their names, that is `env.val_data` and not trained."""
     files: str | None
-    """Folder that is copied as the program's folder for each try; default: an empty folder. Folders here are relative to where the job is submitted or, with `env.hosts=0`, to where `tinkermq agent host` runs."""
+    """Folder that is copied as the program's folder for each try; default: an empty folder. Folders here are relative to where the run is submitted or, with `env.hosts=0`, to where `tinkermq agent host` runs."""
     setup: list[str]
     """Command run there before the program, in the same sandbox."""
     reward: list[str]
@@ -213,8 +213,10 @@ class GeneratorConfigDict(TypedDict, total=False):
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int
     """Concurrent episodes per generator."""
+    adapt_episodes: bool
+    """Let the number of concurrent episodes follow the engine's free KV cache, up to `max_episodes` ([how](engines.md#episodes-and-the-cache))."""
     max_requests: int | None
-    """Requests per forward pass; default: as many as the job has and the GPU's memory holds ([will it fit](gpu.md#will-it-fit)), 256 on a CPU."""
+    """Requests per forward pass; default: as many as the run has and the GPU's memory holds ([will it fit](gpu.md#will-it-fit)), 256 on a CPU."""
     max_context: int | None
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal['keep', 'recompute']
@@ -272,7 +274,7 @@ class AlgorithmConfigDict(TypedDict, total=False):
     branch_credit: Literal['episode', 'own', 'both']
     """Credit of an agent's branch with its own reward: the episode's; its own, compared with branches of its role in the group; or the sum of both advantages."""
     loss: Literal['ppo', 'gspo', 'gmpo', 'cispo', 'sapo', 'clip_cov', 'kl_cov', 'dppo', 'dppo_kl', 'topr', 'vespo', 'reinforce', 'sft']
-    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
+    """Policy loss; SFT runs have sft, the cross entropy, by themselves."""
     clip_low: float | None
     """Lower clip; default 0.2 (ppo, clip_cov, dppo), 3e-4 (gspo), 0.4 (gmpo), 0.05 (dppo_kl), none (cispo, of the weight itself)."""
     clip_high: float | None
@@ -451,7 +453,7 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column `messages`, and optionally `tools` and `images`. Empty: not an SFT job."""
+    """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column `messages`, and optionally `tools` and `images`. Empty: not an SFT run."""
 
 class TinkerConfigDict(TypedDict, total=False):
     base: str
@@ -559,7 +561,7 @@ class WeightsConfigDict(TypedDict, total=False):
     sha256: bool
     """Also compute the SHA-256 that `nats object get` requires; without CPU instructions for it, this takes longer than sending."""
     shared_bytes: int
-    """Space in each machine's /dev/shm in which the job's actors share a version, at most half of what is free. 0: each reads for itself."""
+    """Space in each machine's /dev/shm in which the run's actors share a version, at most half of what is free. 0: each reads for itself."""
 
 class StorageConfigDict(TypedDict, total=False):
     url: str | None
@@ -579,9 +581,9 @@ class LimitsConfigDict(TypedDict, total=False):
     log_bytes: int
     """Log lines, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int
-    """Failures of one actor within ten minutes, or in a row without any finished work (a step, group, evaluation or answer), after which the job fails."""
+    """Failures of one actor within ten minutes, or in a row without any finished work (a step, group, evaluation or answer), after which the run fails."""
     max_node_failures: int
-    """Nodes that the job may lose before it fails."""
+    """Nodes that the run may lose before it fails."""
     untrainable_groups: int | None
     """Untrainable groups in a row (equal returns, filtered, stale, malformed) that end the run with a checkpoint; default: 20 batches, at least 256; 0: never."""
     idle_s: float
@@ -589,7 +591,7 @@ class LimitsConfigDict(TypedDict, total=False):
 
 class JobConfigDict(TypedDict, total=False):
     name: str | None
-    """Name of the run; default `<env>-<model>-<two words>`."""
+    """Name: lower-case letters, digits, `-` and `_`; default `<env>-<model>-<two words>`."""
     tags: list[str]
     """Tags for lists and search; `tinkermq label` changes them later."""
     group: str | None

@@ -112,7 +112,7 @@ class AsyncSchedulerClient(base.PoolClient):
         if record is None:
             return ""
         return (
-            f"detached: job {record.name} is submitted and starts when slots are free\n"
+            f"detached: run {record.name} is submitted and starts when slots are free\n"
             f"  watch it  job_status({record.job!r}), or `tinkermq watch {record.name}`\n"
             f"  stop it   cancel_job({record.job!r}), or `tinkermq stop {record.name}`"
         )
@@ -245,7 +245,7 @@ class AsyncSchedulerClient(base.PoolClient):
                 raise job_failure(record)
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(
-                    f"job {record.name} is {record.state} after {self.timeout:g} s: "
+                    f"run {record.name} is {record.state} after {self.timeout:g} s: "
                     f"{record.reason}",
                     hint=f"it stays in the queue; cancel it with cancel_job({record.job!r})",
                 )
@@ -331,7 +331,7 @@ def job_failure(record: JobRecord) -> JobFailedError:
     """Return the error of a job that has failed or was stopped."""
     how = "failed" if record.state == "FAILED" else "was stopped"
     return JobFailedError(
-        f"job {record.name} {how}: {record.reason or 'no reason was given'}",
+        f"run {record.name} {how}: {record.reason or 'no reason was given'}",
         hint=f"see `tinkermq logs {record.name}`; `tinkermq resume {record.name}` goes on from "
         "its last checkpoint",
     )

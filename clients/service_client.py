@@ -167,7 +167,7 @@ class AsyncServiceClient(PoolClient):
             config = merged(config, env.get_config())
         if not is_complete(merged(record.config, config)):
             raise ConfigError(
-                f"job {record.name} has no model or no game yet",
+                f"run {record.name} has no model or no game yet",
                 hint="call set_config(args, env) with tokenizer_path (model.path) and an "
                 "environment, or name env.game",
             )

@@ -413,6 +413,13 @@ TOPICS: tuple[Topic, ...] = (
     _job(_SCOPE.episode_keys, Empty, EpisodeSecret, "host of programs → auth service"),
     _job(_SCOPE.infer("chat"), ChatRequest, InferPart, "gateway, client → any server"),
     _job(_SCOPE.infer("complete"), CompletionRequest, InferPart, "gateway, client → any server"),
+    _job(_SCOPE.infer_at("<server>", "chat"), ChatRequest, InferPart, "gateway → one server"),
+    _job(
+        _SCOPE.infer_at("<server>", "complete"),
+        CompletionRequest,
+        InferPart,
+        "gateway → one server",
+    ),
     _job(_SCOPE.infer("play"), PlayRequest, PlayPart, "client → any server"),
     Topic(
         _shown(_SCOPE.infer("cancel")),

@@ -26,6 +26,15 @@ def converse(
     """
     episodes = Episodes(game_class, kwargs or {})
     episodes.reset(Opening("", seed, kwargs=reset_kwargs or {}))
+    try:
+        return _played(episodes, game_class, act)
+    finally:
+        episodes.drop_all()
+
+
+def _played(
+    episodes: Episodes, game_class: type[AbstractGame], act: Callable[[str, list[ChatMessage]], str]
+) -> tuple[dict[str, list[ChatMessage]], list[tuple[str, StepResult]]]:
     if not episodes.running("").roles:
         raise GameError(
             f"{game_class.__name__} has no roles, and converse plays the roles of a game",

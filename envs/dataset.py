@@ -454,7 +454,7 @@ class Dataset:
         if not 0 <= number < len(self):
             raise errors.DataError(
                 f"row {number} does not exist: {self._names()} has {len(self)} rows",
-                hint="all hosts of a job must read the same files",
+                hint="all hosts of a run must read the same files",
             )
         number = number if self._order is None else self._order[number]
         index = bisect.bisect_right(self._ends, number)
@@ -526,8 +526,7 @@ def _open_file(
     if not path.is_file():
         raise errors.DataError(
             f"there is no dataset file {str(path)!r}",
-            hint="give a path that the environment host can read; the examples' make_data.py "
-            "scripts write theirs",
+            hint="give a path that the environment host can read",
         )
     reader = _READERS.get(path.suffix)
     if reader is None:

@@ -134,6 +134,13 @@ class AbstractGame(ABC):
         """
         return StepResult("", 0.0, done=True)
 
+    def close(self) -> None:  # noqa: B027 - most games hold nothing
+        """Give back what the episode holds: sessions, processes, files; by default nothing.
+
+        Called once, as the last method, however an episode ends: done, failed, or given up; also
+        after a `reset` that failed. Not async, and within the time limit of the call that ends it.
+        """
+
     def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:
         """Return the prompt of a row of data, completed by the result of `reset`.
 
@@ -318,8 +325,17 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
         return ours
     return GameError(
         f"{name} raised in {method}: {words_of(error)}\n{lines_of(error, _OUR_FILES)}",
-        hint="the traceback is the game's own; `tinkermq env check` plays it without a model",
+        hint="the traceback is the game's own; "
+        + _GIVEN.get(method.partition("(")[0], "`tinkermq env check` plays it without a model"),
     )
+
+
+_GIVEN = {
+    "__init__": "__init__ gets env.kwargs, or the key=value after the game on a command line",
+    "reset": "reset gets the keys of generate_initial_state, or ground_truth, data_source and "
+    "extra_info of a row: end its arguments with **_",
+}
+"""What the methods with arguments of the game's own are given."""
 
 
 def _cleaned(text: object) -> str:

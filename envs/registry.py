@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -205,7 +206,10 @@ def _target(game: str) -> str:
     """Return `package.module:Class` of a registered name."""
     entries = registered_games().get(game, [])
     if not entries:
-        raise GameError(f"there is no game {game!r}", hint=_closest(game))
+        module = game.removesuffix(".py")
+        is_file = Path(f"{module}.py").is_file()
+        hint = f"name the class in it: {module}:CLASS" if is_file else _closest(game)
+        raise GameError(f"there is no game {game!r}", hint=hint)
     if len(entries) > 1:
         targets = " and ".join(sorted(entry.value for entry in entries))
         raise GameError(
@@ -255,6 +259,11 @@ def import_object(target: str) -> tuple[ModuleType, Any]:
     Raises GameError for any exception of the module.
     """
     module_name, _, name = target.partition(":")
+    if module_name.endswith(".py"):
+        right = ".".join(Path(module_name).with_suffix("").parts)
+        raise GameError(
+            f"{target!r} names a file, not a module", hint=f"write {right}:{name}, from its folder"
+        )
     module = _import_module(module_name, target)
     target_object: Any = module
     with _blaming_import(target):
@@ -267,7 +276,11 @@ def _import_class(target: str) -> type[AbstractGame]:
     module_name, _, class_name = target.partition(":")
     module, target_object = import_object(target)
     if target_object is None:
-        classes = [name for name, value in vars(module).items() if _is_game(value)]
+        classes = [
+            name
+            for name, value in vars(module).items()
+            if _is_game(value) and value.__module__ == module.__name__
+        ]
         raise GameError(
             f"module {module_name} has no game {class_name!r}",
             hint=f"its games are {', '.join(classes) or 'none'}",

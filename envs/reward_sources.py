@@ -298,8 +298,8 @@ class JudgeSource(HttpSource):
         record = await JobStore(self._broker).get(self._user, self._config.judge or "")
         if record.kind != "infer":
             raise errors.ConfigError(
-                f"env.reward.judge={record.name} is a job of kind {record.kind}, not infer",
-                hint=f"`tinkermq serve {record.name}` makes an inference job of it",
+                f"env.reward.judge={record.name} is a run of kind {record.kind}, not infer",
+                hint=f"`tinkermq serve {record.name}` makes an inference run of it",
             )
         return JobScope(record.user, record.job)
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ..schemas.config.agent import TaskSource
 from ..schemas.local.folder import Folder
 from ..schemas.wire.errors import DataError, StorageError
+from ..schemas.wire.message import requirement
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 """Versions of the format of `task.toml`."""
@@ -198,7 +199,7 @@ def parse_settings(text: str, where: Path) -> TaskSettings:
         table, key = ("", path[0]) if len(path) < 2 else (path[0], path[1])
         line = _line_of(text, "version" if key == "schema_version" else key, table)
         raise DataError(
-            f"{where}:{line or 1}: {'.'.join(path)}: {first['msg']}", hint="correct the value"
+            f"{where}:{line or 1}: {'.'.join(path)}: {requirement(first)}", hint="correct the value"
         ) from error
     if settings.schema_version not in VERSIONS:
         line = _line_of(text, "schema_version", "") or _line_of(text, "version", "") or 1

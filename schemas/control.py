@@ -157,9 +157,13 @@ class RankState(Message):
     silent_s: float = Field(default=0.0, ge=0)
     """Time for which no thread of the process has run."""
     collectives: int = Field(default=0, ge=0)
-    """Number of collectives that it has begun."""
+    """Number of collectives that it has begun, those of saves excluded."""
+    saves: int = Field(default=0, ge=0)
+    """Number of collectives of saves that it has begun."""
+    phase: str = ""
+    """Phase of its order; `start` before the first, empty between orders."""
     doing: str = ""
-    """Its order."""
+    """What it does, in words: `backward of step 4`."""
 
 
 def rank_of(actor: str) -> int:

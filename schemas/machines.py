@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from .config.load_config import read_yaml
 from .config.sections import Section, when
 from .wire.errors import ConfigError
-from .wire.message import Message
+from .wire.message import Message, requirement
 
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_length=255)]
 
@@ -64,7 +64,7 @@ class MachinesConfig(Section):
     """Whether a slot is a GPU."""
     slot_hours_per_day: float | None = Field(default=None, gt=0)
     """Budget per day (UTC), used while a machine runs, idle or not. When it is used up, all
-    machines are returned; jobs write a checkpoint and wait for the next day."""
+    machines are returned; runs write a checkpoint and wait for the next day."""
     idle_s: float = Field(default=300.0, ge=0)
     """Seconds after which an idle machine is returned."""
     join_s: float = Field(default=300.0, gt=0)
@@ -73,7 +73,7 @@ class MachinesConfig(Section):
     look_s: float = Field(default=5.0, gt=0)
     """Seconds between polls of the cluster."""
     drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=_CLUSTERS)
-    """Seconds before its end at which a machine drains: its jobs write a checkpoint and continue
+    """Seconds before its end at which a machine drains: its runs write a checkpoint and continue
     elsewhere."""
     sbatch: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "slurm"))
     """Further arguments of sbatch, such as `--account=lab`, `--time=4:00:00`, `--qos=low`."""
@@ -134,7 +134,7 @@ def _checked(values: dict[str, object], text: str) -> MachinesConfig:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"machines of {text!r}: {key}: {first['msg']} (it is {first['input']!r})",
+            f"machines of {text!r}: {key}: {requirement(first)} (it is {first['input']!r})",
             hint="docs/clusters.md lists the keys",
         ) from error
     if config.least > config.most:

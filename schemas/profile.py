@@ -283,9 +283,9 @@ def _machine_busy(waited: float, cores_busy: float, run: str) -> Advice:
     """Return the advice that more actors on this machine would only share its cores."""
     return Advice(
         f"the learner waited {waited:.0%} of the time for rollouts, and the cores of this machine "
-        f"are {cores_busy:.0%} busy: more generators here would not help; add a machine, or make "
-        "the work smaller",
-        (f"a node on another machine, then {_scaled(run, 'generators')}", "learner.threads"),
+        f"are {cores_busy:.0%} busy: more generators here would not help; add a machine and then "
+        "generators, or make the work smaller",
+        (_scaled(run, "generators"), "learner.threads"),
     )
 
 

@@ -50,9 +50,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no module that is deselected as a whole, by a `not` of one of its `pytestmark`s."""
-    wanted = config.option.markexpr.split(" and ")
-    if collection_path.suffix != ".py" or str(collection_path) in config.args:
+    if collection_path.suffix != ".py":
         return None
+    wanted = config.option.markexpr.split(" and ")
     marked = re.search(r"^pytestmark = .*(?:\n .*)*", collection_path.read_text(), re.M)
     marks = re.findall(r"pytest\.mark\.(\w+)", marked[0]) if marked else []
     return True if any(f"not {mark}" in wanted for mark in marks) else None
@@ -75,11 +75,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             module = super()._split_scope(nodeid)
             text = (config.rootpath / module).read_text()
-            return (
-                "stack"
-                if re.search(r"^from tests\.support\.stack import .*Stack", text, re.M)
-                else module
-            )
+            has_stack = re.search(r"^from tests\.support\.stack import .*Stack", text, re.M)
+            return "stack" if has_stack else module
 
     return ByStack(config, log)
 

@@ -206,6 +206,13 @@ class EngineStats:
     weight_bytes: int = 0
     """Memory of the weights in this process, including the set that is filled next; 0 if other
     processes hold them."""
+    cache_tokens: int = 0
+    """Tokens that the KV cache holds; 0: it grows as needed."""
+    cache_share: float = 0.0
+    """Share of the KV cache that running requests use, 0 to 1; 0 if it grows as needed."""
+    evicted: int = 0
+    """Number of times that a running request, or a conversation between two turns, lost its keys
+    and values for lack of room."""
 
 
 class Engine(Protocol):
@@ -368,6 +375,9 @@ class Meter:
         self.generated = 0
         self.prefilled = 0
         self.reused = 0
+        self.evicted = 0
+        self.cache_tokens = 0
+        self.cache_share = 0.0
         self.busy_s = 0.0
         self.last_pause_s = 0.0
         self.paused_s = 0.0
@@ -415,6 +425,9 @@ class Meter:
             paused_s=self.paused_s,
             cache_bytes=cache_bytes,
             weight_bytes=weight_bytes,
+            cache_tokens=self.cache_tokens,
+            cache_share=self.cache_share,
+            evicted=self.evicted,
         )
 
     def rates(self) -> tuple[float, float]:
@@ -585,7 +598,7 @@ def report_engine(context: JobContext, stats: EngineStats, **more: float) -> Non
 # requests wait and the cache has room, and is cut at a preemption, when the engine evicts a request
 # from the cache and must compute it again: too high a limit costs more than too low a one.
 
-_ROOM = 0.8
+ROOM = 0.8
 """Share of the used cache up to which there is room for more requests."""
 _RISE = 1 / 8
 """Share by which the limit rises in a step."""
@@ -607,10 +620,49 @@ class Concurrency:
 
         `is_demanded`: requests wait for the limit to rise.
         """
-        if preempted and cache_share > _ROOM:
+        if preempted and cache_share > ROOM:
             self.limit = max(self._least, min(self.limit, int(_CUT * (running - preempted))))
-        elif is_demanded and not preempted and cache_share < _ROOM and running >= self.limit:
+        elif is_demanded and not preempted and cache_share < ROOM and running >= self.limit:
             self.limit = min(self._most, self.limit + max(1, int(_RISE * self.limit)))
+
+
+# A generator's episodes use the cache beyond their requests: between two turns a conversation's
+# keys and values are kept only while no other needs the room. So the number of groups that it plays
+# at once is found as TCP finds its window. It begins with what always fits; each group that ends
+# while as many are played and the cache has room adds one, and after the first loss only its share
+# of one; a loss cuts it. Groups are counted, not seconds: a new episode uses its part of the cache
+# only when it has grown.
+
+
+class GroupLimit:
+    """The number of groups that a generator plays at once, which follows its engine's cache."""
+
+    def __init__(self, group_tokens: int, most: int, stats: EngineStats) -> None:
+        """A group has at most `group_tokens`; `most` groups are never exceeded."""
+        fits = stats.cache_tokens // group_tokens if stats.cache_tokens else most
+        self._most = most
+        self._window = float(max(1, min(fits, most)))
+        self._growth = 1.0
+        self._evicted = stats.evicted
+
+    @property
+    def limit(self) -> int:
+        """The number, at least 1."""
+        return int(self._window)
+
+    def adapt(self, held: int, stats: EngineStats, *, ended: bool = False) -> None:
+        """Adapt to the engine's statistics while `held` groups are played.
+
+        `ended`: one of them has just ended. A cut is complete once no more groups are held than it
+        allows; until then losses are consequences of what was begun before it.
+        """
+        lost, self._evicted = stats.evicted > self._evicted, stats.evicted
+        if held > self.limit:
+            return
+        if lost:
+            self._window, self._growth = max(1.0, _CUT * held), 0.0
+        elif ended and held == self.limit and not stats.waiting and stats.cache_share < ROOM:
+            self._window = min(self._most, self._window + (self._growth or 1 / self._window))
 
 
 class RequestLimit:
@@ -649,6 +701,13 @@ class RequestLimit:
             if not place.done():
                 self.inside += 1
                 place.set_result(None)
+
+
+def num_equal(left: IntVector, right: IntVector) -> int:
+    """Return the number of equal tokens at the beginning."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 # -- images of requests ----------------------------------------------------------------------------

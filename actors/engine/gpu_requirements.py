@@ -8,6 +8,7 @@ imports torch or vLLM.
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -28,6 +29,8 @@ VLLM_SERIES = "0.32."
 """Releases of vLLM that the engine was written for."""
 _GIB = 1 << 30
 _STARTS = 3
+_FREED_S = 30.0
+"""Time for the memory of an ended process to become free."""
 _UNNOTICED_BYTES = 16 << 20
 """Changes of a GPU's free memory below this are not attributed to another process."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -102,8 +105,21 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
         f"the engine needs {needed / _GIB:.1f} (a share of {share:.2f}): other processes hold "
         "the rest",
         hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
-        "less; two jobs on one GPU each need a share of their own",
+        "less; two runs on one GPU each need a share of their own",
     )
+
+
+async def check_gpu(config: GeneratorConfig, share: float) -> None:
+    """Raise ConfigError or EngineError for a GPU on which vLLM would not start."""
+    card = await asyncio.to_thread(read_own_gpu)
+    check_instances(config, card)
+    check_kernels(config, card)
+    deadline = time.monotonic() + _FREED_S
+    while card is not None and (error := lack_of_memory(card, share)) is not None:
+        if time.monotonic() > deadline:
+            raise error
+        await asyncio.sleep(1)
+        card = await asyncio.to_thread(read_own_gpu)
 
 
 async def start_beside_others(

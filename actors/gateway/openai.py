@@ -25,7 +25,7 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 from pydantic import ValidationError
@@ -58,6 +58,7 @@ from ...schemas.model_apis.request import (
 from ...schemas.model_apis.responses import RESPONSES
 from ...schemas.tinker.names import CheckpointName, is_path
 from ...schemas.wire import errors
+from .holders import PrefixHolders, beginnings_of
 from .limits import TAKEN
 from .tinker.trainers import Trainers
 
@@ -77,6 +78,9 @@ class Serving:
     """One of its servers is alive and has loaded the model."""
     adapter: str = ""
     """One of its further adapters, as `run@step`; empty: its main model."""
+    loads: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Requests of each server that has loaded the model."""
+    holders: PrefixHolders = field(default_factory=PrefixHolders)
 
     @property
     def model(self) -> str:
@@ -95,15 +99,42 @@ class Serving:
             return name == self.adapter
         return name in (record.name, record.job, self.model, record.serves)
 
-    def ask(
+    async def ask(
         self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
-        """Send a request to one of the job's servers; closing the generator cancels it."""
+        """Send a request to one of the job's servers; closing the generator cancels it.
+
+        Of several servers that which holds the prompt's beginning is asked, then the least loaded
+        one, then all: a server that refuses would let the request wait, or has ended.
+        """
+        if len(self.loads) > 1:
+            beginnings = beginnings_of(self.record.job, query)
+            for server in self.holders.order(beginnings, self.loads):
+                is_taken = False
+                try:
+                    with self.holders.asking(server):
+                        async with aclosing(self._send(broker, query, room, server)) as parts:
+                            async for part in parts:
+                                if not is_taken:
+                                    self.holders.note(beginnings, server)
+                                is_taken = True
+                                yield part
+                    return
+                except (errors.BusyError, errors.NobodyAnswersError):
+                    if is_taken:
+                        raise
+        async with aclosing(self._send(broker, query, room)) as parts:
+            async for part in parts:
+                yield part
+
+    def _send(
+        self, broker: Broker, query: "Query", room: Room | None, server: str = ""
+    ) -> AsyncGenerator[infer.InferPart, None]:
         scope = self.record.scope
         verb = "chat" if isinstance(query, infer.ChatRequest) else "complete"
         return ask_parts(
             broker,
-            scope.infer(verb),
+            scope.infer_at(server, verb) if server else scope.infer(verb),
             query,
             infer.InferPart,
             waiting_for=f"a server of {self.record.name}",
@@ -129,14 +160,28 @@ class ServingJobs:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[Serving]]] = {}
+        self._holders = PrefixHolders()
 
     async def _all(self, broker: Broker) -> list[Serving]:
         """Return the jobs with and without available servers, newest first."""
         read, serving = self._known.get(broker.user, (0.0, []))
         if not read or time.monotonic() - read > _FRESH_S:
-            serving = await _read(broker)
+            serving = await self._read(broker)
             self._known[broker.user] = (time.monotonic(), serving)
         return serving
+
+    async def _read(self, broker: Broker) -> list[Serving]:
+        records = [
+            record
+            for record in await JobStore(broker).list_jobs(broker.user)
+            if record.kind == "infer" and record.state not in _NOT_SERVED
+        ]
+        results = await asyncio.gather(*(_serving(broker, record) for record in records))
+        return [
+            replace(serving, adapter=adapter, holders=self._holders)
+            for serving in results
+            for adapter in ("", *serving.record.adapters)
+        ]
 
     async def list(self, broker: Broker) -> list[Serving]:
         """Return the jobs of the connection's user with available servers, newest first."""
@@ -159,7 +204,7 @@ class ServingJobs:
         if matching:
             record = matching[0].record
             raise errors.NobodyAnswersError(
-                f"no server of job {record.name} answers for model {name!r} now: the job is "
+                f"no server of run {record.name} answers for model {name!r} now: the run is "
                 f"{record.state}",
                 hint=f"retry when its servers have started; see `tinkermq logs {record.name}`",
             )
@@ -170,27 +215,14 @@ class ServingJobs:
         )
 
 
-async def _read(broker: Broker) -> list[Serving]:
-    records = [
-        record
-        for record in await JobStore(broker).list_jobs(broker.user)
-        if record.kind == "infer" and record.state not in _NOT_SERVED
-    ]
-    results = await asyncio.gather(*(_serving(broker, record) for record in records))
-    return [
-        replace(serving, adapter=adapter)
-        for serving in results
-        for adapter in ("", *serving.record.adapters)
-    ]
-
-
 async def _serving(broker: Broker, record: JobRecord) -> Serving:
     """Return a job with the state of its servers."""
     actors = [entry.value for entry in await list_presences(broker, record.scope.key)]
     working = [actor for actor in actors if actor.role == "server" and actor.state == "working"]
     versions = [actor.version for actor in working if actor.version is not None]
     is_ready = record.state == "RUNNING" and bool(working)
-    return Serving(record, max(versions, default=None), is_ready=is_ready)
+    loads = {actor.actor: actor.numbers.get("requests", 0.0) for actor in working}
+    return Serving(record, max(versions, default=None), is_ready=is_ready, loads=loads)
 
 
 @dataclass(frozen=True)

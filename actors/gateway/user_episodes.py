@@ -157,17 +157,17 @@ async def _request_episode(
             why = "its host has not started yet"
         if time.monotonic() >= deadline:
             raise NoEpisodeYet(
-                f"job {record.name} had no episode for {wait_s:g} s: {why}", hint="try again"
+                f"run {record.name} had no episode for {wait_s:g} s: {why}", hint="try again"
             )
 
 
 def _check(record: JobRecord) -> None:
     if record.state in FINAL_STATES:
-        raise errors.StateError(f"job {record.name} is {record.state}: it has no more episodes")
+        raise errors.StateError(f"run {record.name} is {record.state}: it has no more episodes")
     config: dict[str, dict[str, Any]] = record.config
     if not config.get("agent", {}).get("client") or not config.get("env", {}).get("hosts"):
         raise errors.ConfigError(
-            f"job {record.name} does not serve episodes here",
+            f"run {record.name} does not serve episodes here",
             hint="submit it with agent.client=true and env.hosts=1",
         )
 

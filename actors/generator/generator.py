@@ -29,7 +29,7 @@ from ...schemas.profile import TimeUse
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
-from ..engine.engine import Engine, bytes_of_engines, report_engine
+from ..engine.engine import Engine, GroupLimit, bytes_of_engines, report_engine
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights, opponent_versions
 from ..rollout.agent_loop import EpisodeSampling
@@ -210,6 +210,10 @@ class Generator:
         rollout, baseline = config.rollout, int(config.algorithm.advantage == "remax")
         self._group_episodes = rollout.group_size + rollout.oversample + baseline
         self._max_groups = max(1, config.episodes_at_once // self._group_episodes)
+        self._adapted: GroupLimit | None = None
+        if config.generator.adapt_episodes:
+            group_tokens = self._group_episodes * rollout.max_tokens
+            self._adapted = GroupLimit(group_tokens, self._max_groups, engine.stats())
         self._keep_s = config.generator.ack_wait_s / 3
         self._process = secrets.token_hex(4)
         self._held: dict[int, Lease] = {}
@@ -276,7 +280,8 @@ class Generator:
     def _num_free(self) -> int:
         """Groups that may be pulled; validation episodes count, too."""
         validating = 0 if self._validator is None else self._validator.num_running
-        return self._max_groups - len(self._held) - -(-validating // self._group_episodes)
+        most = self._max_groups if self._adapted is None else self._adapted.limit
+        return most - len(self._held) - -(-validating // self._group_episodes)
 
     async def _handle(self, lease: Lease) -> None:
         """Roll one task out and append its group, renewing the lease meanwhile."""
@@ -296,6 +301,7 @@ class Generator:
             raise
         finally:
             keeper.cancel()
+            self._adapt(ended=True)
             if self._held.get(number) is lease:
                 del self._held[number]
             self._freed.set()
@@ -369,12 +375,19 @@ class Generator:
         for handling in self._handling:
             handling.cancel()
 
+    def _adapt(self, *, ended: bool = False) -> None:
+        """Adapt the number of groups to the engine's cache."""
+        if self._adapted is not None:
+            self._adapted.adapt(len(self._held), self._engine.stats(), ended=ended)
+            self._context.numbers["groups_limit"] = self._adapted.limit
+
     async def _report_engine(self) -> None:
         """Put the engine's figures into the heartbeat."""
         context = self._context
         idle_before, time_before = 0.0, time.perf_counter()
         while True:
             await asyncio.sleep(_STATS_S)
+            self._adapt()
             stats = self._engine.stats()
             idle_s, now = self._time_use.totals()["tasks"], time.perf_counter()
             report_engine(

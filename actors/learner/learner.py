@@ -245,7 +245,7 @@ class Learner:
         if repeated:
             await self._context.event(
                 "positions_repeated",
-                f"{len(repeated)} tasks were also issued by another learner of this job; they are "
+                f"{len(repeated)} tasks were also issued by another learner of this run; they are "
                 "not trained twice",
                 step=self._state.step,
             )
@@ -396,7 +396,7 @@ class Learner:
         """Wait until the job is resumed, or at most one second."""
         self._control_changed.clear()
         self._context.set_state("paused")  # any running step has ended
-        named = self._context.waiting("somebody to resume the job")
+        named = self._context.waiting("somebody to resume the run")
         with named, self._time_use.doing("paused"):
             await self._wait_or_poll(self._control_changed)
         self._failures.note_progress()

@@ -315,7 +315,7 @@ async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
     raise StorageError(
         f"the newest checkpoint that this node sees below {context.run_dir} is of step "
         f"{start.state.step}, and the rollout log was trimmed behind a later one",
-        hint="the nodes of a job must see the same files under output_dir; or set storage.url "
+        hint="the nodes of a run must see the same files under output_dir; or set storage.url "
         "(`broker:` needs nothing else)",
     )
 

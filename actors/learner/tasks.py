@@ -483,7 +483,7 @@ class TaskIssuer:
         count = min(request.count, self.num_issuable(version))
         if count == 0:
             raise StateError(
-                "the job accepts no more trajectories now: the staleness bound is reached",
+                "the run accepts no more trajectories now: the staleness bound is reached",
                 hint="try again after the next training step",
             )
         reserved = [self._ledger.reserve() for _ in range(count)]

@@ -180,5 +180,5 @@ class RouterReplay:
 def _unfit(reason: str) -> DataError:
     return DataError(
         reason,
-        hint="algorithm.router_replay needs them: append groups of the job's own generators only",
+        hint="algorithm.router_replay needs them: append groups of the run's own generators only",
     )

@@ -21,6 +21,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask as _sdpa_mask  # pyright: ignore[reportUnknownVariableType]  # untyped in transformers
 
+from ...schemas.plan import model_refusals
 from ...schemas.wire.errors import ModelError
 
 
@@ -112,19 +113,8 @@ AttentionMaskInterface.register(WITH_SINKS, _sdpa_mask)  # pyright: ignore[repor
 
 def needs_masks(model: nn.Module) -> str | None:
     """Return why a model cannot be computed by kernels without masks; None: it can."""
-    config: Any = _text_config(model)
-    if has_sinks(model):
-        return "its attention has sinks"
-    if reach_of_config(config).chunk is not None:
-        return "its attention is chunked"
-    if has_index(config):
-        return "its attention chooses keys by an index, in a mask"
-    return None
-
-
-def has_index(config: Any) -> bool:
-    """Return whether layers choose the keys that they see (DeepSeek V3.2)."""
-    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
+    named = model_refusals.needs_masks(_text_config(model).to_dict())
+    return named or (model_refusals.SINKS if has_sinks(model) else None)
 
 
 def is_recurrent(model: nn.Module) -> bool:

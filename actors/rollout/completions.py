@@ -156,6 +156,11 @@ class Answers:
         self._max_open = max_open
         self._num_open = 0
 
+    @property
+    def num_open(self) -> int:
+        """Number of choices that are generated or queued."""
+        return self._num_open
+
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue a conversation; ModelError if the model's template does not accept it."""
         return await self._answer(request, [await asyncio.to_thread(self._render, request)], tell)

@@ -162,7 +162,7 @@ class EndpointTeacher:
             raise TeacherAway(failure)
         raise ConfigError(
             f"the teacher refuses requests: {failure}",
-            hint=f"check model and key; the job has the submitter's ${TEACHER_KEY}, encrypted",
+            hint=f"check model and key; the run has the submitter's ${TEACHER_KEY}, encrypted",
         )
 
     def _read(self, answer: bytes, ids: IntVector, top_k: int) -> PromptScores:

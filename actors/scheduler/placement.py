@@ -245,7 +245,7 @@ def place(
             pool.reserve(request, assigned, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
-        result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
+        result.waits[request.job] = why or f"waits for {request.need} slots behind runs before it"
     return result
 
 
@@ -274,7 +274,7 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
             raise _unlike(gang, nodes)
         raise _no_place_for(gang, nodes, need, total)
     text = (
-        f"the job needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
+        f"the run needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
         f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
         f"{largest.total}"
     )
@@ -330,7 +330,7 @@ def _no_place_for(
     largest = max(node.total for node in nodes)
     return PlacementError(
         f"the learner's {len(gang)} ranks of {slots} slots each lie on {most} node(s) at most, in "
-        f"equal parts, and the job needs {need} slots: the pool has {total} on {len(nodes)} "
+        f"equal parts, and the run needs {need} slots: the pool has {total} on {len(nodes)} "
         f"node(s), the largest with {largest}",
         hint="raise learner.machines, lower learner.ranks and learner.slots or generator.count, or "
         "add nodes (`tinkermq node --slots N`)",

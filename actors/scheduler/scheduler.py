@@ -325,7 +325,7 @@ class _SchedulerRequests:
         record = await self._view.get(context.user, usage.job)
         if record.kind != "tinker":
             raise StateError(
-                f"job {record.name} is of kind {record.kind} and has no usage to report",
+                f"run {record.name} is of kind {record.kind} and has no usage to report",
                 hint="services for the Tinker API report what their users have used",
             )
         if states.with_usage(record, usage) is not record:
@@ -440,19 +440,19 @@ class _SchedulerRequests:
         record = await self._view.steered(context.user, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
-                f"job {record.name} is {record.state} and has no actors to scale",
-                hint="scale a job that is queued or running",
+                f"run {record.name} is {record.state} and has no actors to scale",
+                hint="scale a run that is queued or running",
             )
         if request.role == "server" and request.count < 1:
             raise StateError(
-                f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
+                f"run {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
             )
         config = self._view.config(record)
         slots = 0 if request.role == "environment" else config.generator_slots
         actors = states.scaled(record.actors, request.role, request.count, slots)
         if request.role == "generator" and record.is_colocated and actors != record.actors:
             raise StateError(
-                f"the generator of job {record.name} shares the learner's GPU, on which there is "
+                f"the generator of run {record.name} shares the learner's GPU, on which there is "
                 "room for one",
                 hint="set placement=separate and resume the run on several GPUs",
             )
@@ -477,7 +477,7 @@ class _SchedulerRequests:
         record = await self._view.steered(context.user, request.job)
         if is_final(record):
             raise StateError(
-                f"job {record.name} is {record.state}; its priority has no effect any more",
+                f"run {record.name} is {record.state}; its priority has no effect any more",
                 hint="see what waits: `tinkermq ps`",
             )
         self._view.check_priority(context.user, request.priority)
@@ -529,7 +529,7 @@ class _SchedulerRequests:
             return JobReply(record=record)
         if record.state != "RUNNING":
             raise StateError(
-                f"job {record.name} is {record.state}; only a RUNNING job can be paused",
+                f"run {record.name} is {record.state}; only a RUNNING run can be paused",
                 hint="see its state: `tinkermq ps`",
             )
         await tell_learner(self._broker, record, "pause")
@@ -543,8 +543,8 @@ class _SchedulerRequests:
             return JobReply(record=record)
         if record.state != "PAUSED":
             raise StateError(
-                f"job {record.name} is {record.state}, not PAUSED",
-                hint="continue an ended job with `tinkermq resume`",
+                f"run {record.name} is {record.state}, not PAUSED",
+                hint="continue an ended run with `tinkermq resume`",
             )
         who = context.who
         record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)

@@ -16,7 +16,7 @@ from typing import TypeVar
 from cachetools import FIFOCache
 
 from ...broker.client.connection import Msg
-from ...broker.client.parts import PartsService, Tell
+from ...broker.client.parts import PartsHandler, PartsService, Tell
 from ...envs.host_client import Environments, Start
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import RolloutConfig
@@ -30,7 +30,7 @@ from ...schemas.infer import (
 )
 from ...schemas.job import JobRecord
 from ...schemas.wire import errors
-from ..engine.engine import Engine, bytes_of_engines, report_engine
+from ..engine.engine import ROOM, Engine, bytes_of_engines, report_engine
 from ..policy.chat import ChatTokenizer, make_chat
 from ..policy.grammar import OutputGrammars
 from ..policy.lora import config_of
@@ -125,7 +125,7 @@ class EpisodePlayer:
         env = self._config.env
         if not session and not env.game:
             raise errors.ConfigError(
-                "this job serves a model without a game of its own",
+                "this run serves a model without a game of its own",
                 hint="pass one: run_inference(…, game_class=…), or `tinkermq infer --game`",
             )
         known = self._environments.get(session)
@@ -139,6 +139,7 @@ class EpisodePlayer:
 
 
 P = TypeVar("P")
+Q = TypeVar("Q", ChatRequest, CompletionRequest)
 _STATS_S = 1.0
 _DRAIN_S = 20.0
 _QUEUED_PER_ROW = 4
@@ -167,7 +168,8 @@ async def run_server(context: JobContext) -> None:
         )
         for adapter, its_engine in engines.items()
     }
-    server = Server(context, engine, answers, EpisodePlayer(context, config, engine, chat))
+    player, rows = EpisodePlayer(context, config, engine, chat), config.generator.num_requests
+    server = Server(context, engine, answers, player, rows)
     try:
         await server.run()
     finally:
@@ -242,8 +244,13 @@ class Server:
         engine: Engine,
         answers: Mapping[str, Answers],
         player: EpisodePlayer,
+        rows: int,
     ) -> None:
-        """Serve with `engine` and `player`; `answers` are by adapter, "" for the main model."""
+        """Serve with `engine` and `player`; `answers` are by adapter, "" for the main model.
+
+        The engine decodes `rows` requests at once.
+        """
+        self._rows = rows
         self._context = context
         self._engine = engine
         self._answers = answers
@@ -275,6 +282,10 @@ class Server:
         add = self._parts.endpoint
         await add("chat", scope.infer("chat"), ChatRequest, InferPart, self._chat)
         await add("complete", scope.infer("complete"), CompletionRequest, InferPart, self._complete)
+        here, own = "chat-here", scope.infer_at(context.name, "chat")
+        await add(here, own, ChatRequest, InferPart, self._unless_waiting(self._chat))
+        here, own = "complete-here", scope.infer_at(context.name, "complete")
+        await add(here, own, CompletionRequest, InferPart, self._unless_waiting(self._complete))
         await add("play", scope.infer("play"), PlayRequest, PlayPart, self._play)
         await context.broker.listen(scope.infer("cancel"), self._cancel)
         settle_memory()
@@ -292,6 +303,21 @@ class Server:
 
     async def _complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
         return self._finished(await self._of(request.adapter).complete(request, tell))
+
+    def _unless_waiting(self, handler: PartsHandler[Q, InferPart]) -> PartsHandler[Q, InferPart]:
+        """Return a handler that refuses a request with BusyError if it would wait here."""
+
+        async def answer(request: Q, tell: Tell[InferPart]) -> InferPart:
+            stats = self._engine.stats()
+            num_open = sum(answers.num_open for answers in self._answers.values())
+            if num_open >= self._rows or (stats.waiting and stats.cache_share >= ROOM):
+                raise errors.BusyError(
+                    f"{self._context.name} answers {num_open} requests, and another would wait",
+                    hint="ask another server",
+                )
+            return await handler(request, tell)
+
+        return answer
 
     def _finished(self, part: P) -> P:
         self._context.progressed()

@@ -73,7 +73,7 @@ def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
     if roots and not any(folder.is_relative_to(root.resolve()) for root in roots):
         allowed = ", ".join(map(str, roots))
         raise ConfigError(
-            f"{key}={value!r} is outside of the folders where jobs may write: {allowed}",
+            f"{key}={value!r} is outside of the folders where runs may write: {allowed}",
             hint=f"leave {key} out, or name a folder there; the operator allows further ones in "
             f"${ROOTS_VARIABLE} of the scheduler",
         )
@@ -259,7 +259,7 @@ def refuse_files_of_others(record: JobRecord) -> Callable[[Path], None] | None:
 
     def may_read(path: Path) -> None:
         if is_of_another(path, own, roots):
-            raise foreign_run_error(f"{path}, a file of a model or dataset of this job,")
+            raise foreign_run_error(f"{path}, a file of a model or dataset of this run,")
 
     return may_read if roots else None
 

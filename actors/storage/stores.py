@@ -406,7 +406,7 @@ class Stores:
         below = f"{below}/".removeprefix(f"{_CHECKPOINTS}/").rstrip("/")
         if self._own not in (None, scope):
             raise StorageError(
-                f"{url} belongs to another job; a job reads only its own checkpoints in the broker",
+                f"{url} belongs to another run; a run reads only its own checkpoints in the broker",
                 hint="start from that checkpoint: fork_of, or `--from RUN@STEP`",
             )
         return BrokerStore(self._broker, scope, below, self._loop)

@@ -19,6 +19,7 @@ are used: its stager, and `save` in the thread.
 # torch leaves some of its methods untyped, safetensors its paths.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -244,11 +245,13 @@ class CheckpointCopy:
         Collectives run first, so that no rank waits for one that cannot write. Raises StorageError
         on all ranks if one of them cannot write its parts.
         """
-        if self._ranks is None:
-            self._write(folder)
-            return
-        with self._ranks.explaining(SAVE):
-            self._write(folder)
+        ranks, alone = self._ranks, contextlib.nullcontext()
+        self._parallel.phases.enter("write")
+        try:
+            with alone if ranks is None else ranks.explaining(SAVE):
+                self._write(folder)
+        finally:
+            self._parallel.phases.enter("")
 
     def _write(self, named: Path | None) -> None:
         parallel = self._parallel

@@ -120,6 +120,7 @@ class Critic:
 
     def update(self) -> None:
         """Make one optimiser update; skip it if its gradient is not finite."""
+        self._parallel.phases.enter("update")
         clip = self._config.learner.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self._norms.append(float(whole(norm)))
@@ -130,8 +131,10 @@ class Critic:
         targets = self._targets
         kept_N = targets.kept_N[micro.index_N]
         index_N = micro.index_N[kept_N]
+        self._parallel.phases.enter("forward")
         values_N = self.model.values(micro)
         if micro.is_empty:
+            self._parallel.phases.enter("backward")
             values_N.sum().backward()  # only to take part in gathering and reducing
             return
         values_N = values_N[kept_N]
@@ -144,6 +147,7 @@ class Critic:
         sample_N, numbers_M = renumber(targets.sample_N[index_N])
         part = denominators.of_part(sample_N, numbers_M)
         loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, len(numbers_M), part)
+        self._parallel.phases.enter("backward")
         loss.backward()
         self._num_tokens += len(index_N)
         measured = {"vf_loss": loss, "vf_clipfrac": clipped_N.sum(), "vpred_mean": values_N.sum()}

@@ -13,7 +13,6 @@ operations do nothing.
 # pyright: reportPrivateImportUsage=false
 
 import asyncio
-import contextlib
 import copy
 import os
 import secrets
@@ -27,7 +26,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -39,10 +37,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
+from ...schemas.plan.model_refusals import refuse_dividing
 from ...schemas.wire.errors import ConfigError
 from ..addresses import interface_of, own_address
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
-from ..policy.layers import decoder_of, has_index, is_recurrent, needs_masks
+from ..policy.layers import decoder_of, is_recurrent, needs_masks
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
@@ -54,6 +53,7 @@ from ..weights.broadcast_group import (
 from ..weights.shared_memory import UnfinishedFile
 from ..weights.tensors import DTYPES, CopiedWeights, DigestedCopy, TensorBytes
 from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
+from .progress import BACKGROUND, Progress
 from .varlen import AttentionKey, choose_attention, set_attention
 
 # -- attention over sequences whose columns are divided over processes -----------------------------
@@ -101,29 +101,9 @@ def _divide_attention(model: nn.Module, share: SequenceGroup) -> None:
 def check_divisible(model: nn.Module, size: int) -> None:
     """Raise ConfigError unless `size` processes can share the columns of a model's rows."""
     config = cast(Any, model).config.get_text_config()
-    refused = f"learner.context_parallel={size} cannot divide"
-    if is_recurrent(model):
-        raise ConfigError(
-            f"{refused} this model: it has recurrent layers, whose state passes through all "
-            "columns of a row in order",
-            hint="set learner.context_parallel=1",
-        )
-    if has_index(config):
-        raise ConfigError(
-            f"{refused} this model: an index over all columns chooses the keys of its attention",
-            hint="set learner.context_parallel=1",
-        )
     heads = getattr(config, "num_attention_heads", 0)  # also where it has another name
     settings = cast("dict[str, Any]", {"num_attention_heads": heads, **config.to_dict()})
-    for name, numbers in settings.items():
-        if not name.endswith(("attention_heads", "key_value_heads")):
-            continue
-        for number in cast("list[Any]", numbers if isinstance(numbers, list) else [numbers]):
-            if isinstance(number, int) and number % size:
-                raise ConfigError(
-                    f"{refused} a model with {name}={number}",
-                    hint="choose a divisor of its numbers of heads",
-                )
+    refuse_dividing(settings, size, is_recurrent=is_recurrent(model))
 
 
 def _attend(
@@ -227,7 +207,6 @@ COLLECTIVE_DEADLINE_S = 600.0
 _BACKGROUND_DEADLINE_S = 3600.0
 """Deadline in the background group, where ranks may wait for a slow disk; a dead rank is noticed by
 its connection."""
-_BACKGROUND = "background"
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
@@ -307,11 +286,12 @@ class Parallel:
         mesh: DeviceMesh | None = None,
         sequence: SequenceGroup | None = None,
         background: dist.ProcessGroup | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """A rank that computes on `device` (default: where the model is), of a mesh if sharded.
 
         `sequence`: the ranks that share each sequence. `background`: a second group of all ranks,
-        for collectives of another thread.
+        for collectives of another thread. `progress` reports the phases of this process.
         """
         self.rank = rank
         self.size = size
@@ -321,6 +301,8 @@ class Parallel:
         self._mesh = mesh
         self.sequence = sequence
         self._background = background
+        self._progress = progress or Progress()
+        self.phases = self._progress.training
 
     @classmethod
     def alone(cls) -> "Parallel":
@@ -328,7 +310,13 @@ class Parallel:
         return cls(device=torch.device("cuda") if torch.cuda.is_available() else None)
 
     @classmethod
-    def join(cls, rank: int, config: LearnerConfig, meeting: "Meeting") -> "Parallel":
+    def join(
+        cls,
+        rank: int,
+        config: LearnerConfig,
+        meeting: "Meeting",
+        progress: Progress | None = None,
+    ) -> "Parallel":
         """Connect to the other ranks; call `leave` at the end.
 
         Raises ConfigError for hardware that this machine does not have.
@@ -357,15 +345,15 @@ class Parallel:
         deadline = timedelta(seconds=_BACKGROUND_DEADLINE_S)
         background = cast(
             dist.ProcessGroup,
-            dist.new_group(backend="gloo", timeout=deadline, group_desc=_BACKGROUND),
+            dist.new_group(backend="gloo", timeout=deadline, group_desc=BACKGROUND),
         )
-        return cls(rank, config.ranks, device, mesh, sequence, background)
+        return cls(rank, config.ranks, device, mesh, sequence, background, progress)
 
     @property
     def in_background(self) -> "Parallel":
         """The same rank in the second group, whose collectives may run beside those of a step."""
         beside = copy.copy(self)
-        beside.group = self._background
+        beside.group, beside.phases = self._background, self._progress.saving
         return beside
 
     def leave(self) -> None:
@@ -509,21 +497,6 @@ class Parallel:
         return gathered
 
 
-def num_collectives() -> int:
-    """Return the number of collectives that this process has begun, those of saves excluded.
-
-    Ranks that wait for another one have begun more than it. Any thread may call it.
-    """
-    number = 0
-    for group in [*cast(Any, distributed_c10d)._world.pg_map]:
-        if group.group_desc == _BACKGROUND:
-            continue
-        with contextlib.suppress(RuntimeError):  # torch is making or ending the group
-            for backend in {group._get_backend(device) for device in group._device_types}:
-                number += int(backend._get_sequence_number_for_group())
-    return number
-
-
 def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
     """Return the mesh of all ranks: a row of neighbours holds one copy of the model."""
     if config.replicas == 1:
@@ -557,7 +530,7 @@ def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) 
             raise ConfigError(
                 "learner.cpu_offload=true and this learner has no GPU: everything is in the "
                 "machine's memory already",
-                hint="remove learner.cpu_offload, or run the job on a node with GPUs",
+                hint="remove learner.cpu_offload, or place the run on a node with GPUs",
             )
         return torch.device("cpu")
     if num_gpus < num_ranks:

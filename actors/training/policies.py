@@ -66,7 +66,7 @@ def load_models(
     if odd:
         raise ConfigError(
             f"policies.{odd[0]} has a vocabulary of {sizes[odd[0]]}, the model one of "
-            f"{sizes[MAIN]}: all policies of a job share one tokenizer",
+            f"{sizes[MAIN]}: all policies of a run share one tokenizer",
             hint="take models of one family",
         )
     return models

@@ -77,7 +77,8 @@ class RankPacker:
         self._share_prompts &= scorer.shares_columns
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
-        """Pack this rank's share of the kept sequences."""
+        """Pack this rank's share of the kept sequences, for a pass forwards."""
+        self._parallel.phases.enter("forward")
         packed = self._pack_share(batch, self._share(batch, keep_S))
         seeing = self._parallel.gather([micro.images is not None for micro in packed])
         together = [any(ranks) for ranks in zip_longest(*seeing, fillvalue=False)]

@@ -10,15 +10,13 @@ only.
 
 import contextlib
 import json
-import os
 import secrets
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +27,7 @@ from ...schemas.local.folder import process_folder
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError
 from .parallel import Meeting, Parallel
+from .progress import Phases, Progress
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,17 @@ class Order:
     seqs: Sequence[int] = ()
     """Sequences of its groups in the rollout log, if they are in the log."""
 
-    def __str__(self) -> str:
-        """Return its name, and its step if it has one."""
-        return f"{self.do} {self.fields['step']}" if "step" in self.fields else self.do
+    @contextlib.contextmanager
+    def during(self, phases: Phases) -> Iterator[None]:
+        """Report the order's first phase, and after the block that nothing is done.
+
+        The weights that are gathered in a dtype are those to be published.
+        """
+        names = {"begin": "meet", "step": "forward", "gather": "gather", "save": "copy"}
+        name = "publish" if self.fields.get("dtype") else names[self.do]
+        phases.enter(name, f"step {self.fields['step']}" if "step" in self.fields else "")
+        yield
+        phases.enter("")
 
     def send(self, pipe: Connection) -> None:
         """Write the order into a pipe."""
@@ -59,31 +66,6 @@ class Order:
         return cls(do, fields, [Group.from_bytes(pipe.recv_bytes()) for _ in range(num_groups)])
 
 
-BEAT_S = 1.0
-_PROGRESS = struct.Struct("<dq64s")
-
-
-class RankProgress(NamedTuple):
-    """What the process of a rank last reported about itself, every `BEAT_S`."""
-
-    at: float
-    """When, on the machine's monotonic clock; 0: not yet."""
-    collectives: int
-    """Number of collectives that it has begun."""
-    doing: str
-
-    def write(self, descriptor: int) -> None:
-        """Write it into a file, in place of the last one."""
-        os.pwrite(descriptor, _PROGRESS.pack(self.at, self.collectives, self.doing.encode()), 0)
-
-    @classmethod
-    def read(cls, descriptor: int) -> "RankProgress":
-        """Read the last one."""
-        data = os.pread(descriptor, _PROGRESS.size, 0).ljust(_PROGRESS.size, b"\0")
-        at, collectives, doing = _PROGRESS.unpack(data)
-        return cls(at, collectives, doing.rstrip(b"\0").decode())
-
-
 class Ranks:
     """The ranks other than rank 0; none for a learner of one process."""
 
@@ -91,6 +73,7 @@ class Ranks:
         """There are no other ranks."""
         self._config = config
         self._parallel = Parallel()
+        self._progress = Progress()
 
     @contextlib.contextmanager
     def beginning(
@@ -115,7 +98,8 @@ class Ranks:
             "meeting": meeting.to_map(),
         }
         with self.doing(Order("begin", fields)):
-            self._parallel = Parallel.join(0, learner, meeting)
+            self._parallel = Parallel.join(0, learner, meeting, self._progress)
+            self._parallel.phases.enter("load")
             yield self._parallel
 
     @contextlib.contextmanager

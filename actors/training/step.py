@@ -318,6 +318,7 @@ class Trainer:
             if self.critic is not None:
                 counted = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
                 self._update_critic(self.critic, batch, kept_S, counted)
+        self._parallel.phases.enter("gather")
         sums = sums.of_all(self._parallel)
         if self._reference is not None:
             self._reference.follow(step)
@@ -430,6 +431,7 @@ class Trainer:
             self._memory.run(accumulate)
         finally:
             set_dropout(self.model, on=False)
+        self._parallel.phases.enter("update")
         self._require_gradients()
         norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
         sums.norms.append(float(norm))
@@ -441,12 +443,16 @@ class Trainer:
         self, inputs: StepInputs, keep_S: Tensor, denominators: Denominators, sums: StepSums
     ) -> None:
         """Accumulate the gradients of some sequences, micro-batch by micro-batch."""
+        phases = self._parallel.phases
         for micro in self._packer.pack(inputs.batch, keep_S):
+            phases.enter("forward")
             scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty:
+                phases.enter("backward")
                 scores.logprobs_N.sum().backward()  # only to take part in gathering and reducing
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
+            phases.enter("backward")
             result.loss.backward()
             sums.add(result.sums, result.index_N, result.old_N)
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
+from ...schemas.plan.model_refusals import refuse_without_masks
 from ...schemas.wire.errors import ConfigError
 from ..policy.layers import WITH_SINKS, attend, has_sinks
 from ..policy.vision import PackedImages
@@ -149,14 +150,8 @@ def choose_attention(
     `needs_masks` is why only an attention with masks computes the model: sdpa. Raises ConfigError
     for a configured attention that cannot compute the model.
     """
-    if needs_masks is not None:
-        if configured in ("auto", "sdpa"):
-            return "sdpa"
-        raise ConfigError(
-            f"model.attn_implementation={configured} cannot compute this model: {needs_masks}",
-            hint="set model.attn_implementation=sdpa, or auto",
-        )
-    if configured == "sdpa":
+    refuse_without_masks(configured, needs_masks)
+    if configured == "sdpa" or needs_masks is not None:
         return "sdpa"
     if configured == "auto":
         if device.type != "cuda":

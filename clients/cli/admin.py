@@ -51,7 +51,7 @@ def add(
     user
         Name: lower-case letters, digits and '_'.
     role
-        An admin manages users and can see and stop all jobs.
+        An admin manages users and can see and stop all runs.
     days
         Days until the key expires; 0: never.
     slots
@@ -128,11 +128,11 @@ def quota(
     weight
         Share of the pool relative to other waiting users.
     max_priority
-        Highest priority that the user's jobs may have.
+        Highest priority that the user's runs may have.
     jobs
         Most jobs, including those that have ended.
     live_jobs
-        Most jobs that have not ended.
+        Most runs that have not ended.
     actors
         Most processes of the user's jobs at once, including environment hosts.
     stored_bytes

@@ -37,7 +37,7 @@ def check(
     Parameters
     ----------
     config
-        YAML file of an agent job.
+        YAML file of an agent run.
     overrides
         `section.key=value`, such as `agent.timeout_s=60`.
     row
@@ -45,7 +45,7 @@ def check(
     seed
         Seed of the episode.
     timeout
-        Time limit of the program in seconds, unless the job has a lower one.
+        Time limit of the program in seconds, unless the run has a lower one.
     json
         Print JSON.
     """
@@ -79,7 +79,7 @@ def report_lines(report: agent_check.AgentReport) -> Iterator[str]:
         yield f"fields without effect: {literal(', '.join(report.without_effect))}"
     if report.overruled:
         names = literal(", ".join(report.overruled))
-        yield f"sampling fields that the job's rollout overrides: {names} (see agent.sampling)"
+        yield f"sampling fields that the run's rollout overrides: {names} (see agent.sampling)"
     if report.posted:
         posted = ", ".join(f"{name}={value!r}" for name, value in report.posted.items())
         yield f"posts  {literal(posted)}"
@@ -101,5 +101,5 @@ def _call_line(call: agent_check.CallReport) -> str:
 
 
 def agent_job(config: Path, overrides: tuple[str, ...]) -> JobConfig:
-    """Read the configuration of an agent job; `model.path` is not required."""
+    """Read the configuration of an agent run; `model.path` is not required."""
     return load_config(config, ["model.path=none", *overrides])

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from cyclopts import App, CycloptsError, CycloptsPanel, Group, Parameter, UnknownOptionError
+from cyclopts import (
+    App,
+    CycloptsError,
+    CycloptsPanel,
+    Group,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 # The examples at the end of a command's `--help`.
 #
@@ -26,7 +34,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "up": (
         Example("tinkermq up", "a pool on this machine"),
         Example("tinkermq up --slots 2 --no-gateway", "a smaller one, without dashboard"),
-        Example("tinkermq up --on slurm:gpu", "machines of a partition, as jobs need them"),
+        Example("tinkermq up --on slurm:gpu", "machines of a partition, as runs need them"),
     ),
     "train": (
         Example("tinkermq train train.yaml --dry-run", "check everything, submit nothing"),
@@ -168,9 +176,9 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("version", "app:version", "Print versions."),
     ],
     "Runs": [
-        _Command("train", "train:train", "Submit a training job and watch it."),
-        _Command("plan", "config:plan", "Estimate memory and time of a job on GPUs."),
-        _Command("sft", "train:sft", "Submit a supervised fine-tuning job."),
+        _Command("train", "train:train", "Submit a training run and watch it."),
+        _Command("plan", "config:plan", "Estimate memory and time of a run on GPUs."),
+        _Command("sft", "train:sft", "Submit a supervised fine-tuning run."),
         _Command("sweep", "sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs:ps", "List runs."),
         _Command("watch", "train:watch", "Watch a run live."),
@@ -256,18 +264,18 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
         _Command("node", "actor:node", "Run a node of the pool in the foreground."),
         _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
-        _Command("learner", "actor:learner", "Run the learner of a job."),
-        _Command("generator", "actor:generator", "Run one more generator of a job."),
-        _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),
-        _Command("server", "actor:server", "Run one more inference server of a job."),
-        _Command("environment", "actor:environment", "Run an environment host of a job."),
+        _Command("learner", "actor:learner", "Run the learner of a run."),
+        _Command("generator", "actor:generator", "Run one more generator of a run."),
+        _Command("evaluator", "actor:evaluator", "Run an evaluator of a run."),
+        _Command("server", "actor:server", "Run one more inference server of a run."),
+        _Command("environment", "actor:environment", "Run an environment host of a run."),
     ],
 }
 _ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
     "algorithm": ("Writing your own", "Check custom advantages, losses and corrections."),
     "agent": ("Writing your own", "Create, check and host agent programs."),
-    "config": ("Writing your own", "Show the configuration of a job."),
+    "config": ("Writing your own", "Show the configuration of a run."),
     "model": ("Models", "Get and check models."),
     "tinker": ("Models", "Serve the Tinker API."),
     "env": ("Writing your own", "Create, check, play and serve games."),
@@ -304,7 +312,11 @@ def _explain(error: CycloptsError) -> Any:
             return CycloptsPanel(
                 f"Unknown option: {option}. Write the configuration key: {written}"
             )
-    return CycloptsPanel(error)
+    command = " ".join(("tinkermq", *(error.command_chain or ())))
+    told = str(error).split(" Available commands:")[0]
+    if isinstance(error, UnusedCliTokensError):
+        told = f"Not expected here: {' '.join(error.unused_tokens or [])}."
+    return CycloptsPanel(f"{told} See `{command} --help`.")
 
 
 def build_app() -> App:

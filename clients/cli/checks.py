@@ -136,13 +136,13 @@ def _end_late(process: subprocess.Popen[bytes], is_late: threading.Event) -> Non
 
 
 def can_check_model(config: JobConfig) -> bool:
-    """Return whether this machine has a job's model, and the code to read it."""
+    """Return whether this machine has a run's model, and the code to read it."""
     is_here = Path(config.model.path).expanduser().is_dir()
     return is_here and importlib.util.find_spec("transformers") is not None
 
 
 def check_model(config: JobConfig, *, plays: bool, whole: bool = True) -> list[CheckResult]:
-    """Check the model and data of a job with the code of the run.
+    """Check the model and data of a run with the code of the run.
 
     With `plays`, also check the conversations of its game; without `whole`, only these. Raises
     GameError or DataError if the game cannot be played.
@@ -160,7 +160,7 @@ def check_model(config: JobConfig, *, plays: bool, whole: bool = True) -> list[C
 
 
 def check_model_kind(path: str, engine: str) -> list[CheckResult]:
-    """Check a model without a job, by its configuration alone."""
+    """Check a model without a run, by its configuration alone."""
     config = {"model": {"path": path}, "env": {"game": "none"}, "generator": {"engine": engine}}
     return _run_model_checks({"config": config, "alone": True})
 
@@ -175,7 +175,7 @@ def _run_model_checks(request: dict[str, Any]) -> list[CheckResult]:
 
 
 def check_rows(config: JobConfig) -> str:
-    """Read every row of an SFT job's data; DataError for the first invalid one."""
+    """Read every row of an SFT run's data; DataError for the first invalid one."""
     with closing(ChatData(config.sft.data)) as data:
         for number in range(len(data)):
             data.row(number)

@@ -1,4 +1,4 @@
-"""`tinkermq config show|schema` and `plan`: the configuration of a job, and its memory and time."""
+"""`tinkermq config show|schema` and `plan`: the configuration of a run, and its memory and time."""
 
 import textwrap
 from pathlib import Path
@@ -105,9 +105,9 @@ def plan(
     measured: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Estimate what a job takes on GPUs: memory of each card, and the time of a step.
+    """Estimate what a run takes on GPUs: memory of each card, and the time of a step.
 
-    Names the largest part of a card's memory and the key that shrinks it, and fails for a job that
+    Names the largest part of a card's memory and the key that shrinks it, and fails for a run that
     does not fit. Nothing is submitted, and no GPU is needed.
 
     Parameters
@@ -140,7 +140,7 @@ def plan(
 
 
 def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
-    """Return the plan of a job; ConfigError or ModelError for a job that cannot be planned."""
+    """Return the plan of a run; ConfigError or ModelError for a run that cannot be planned."""
     from ...schemas.plan.cards import parse_cards
     from ...schemas.plan.plan import make_plan
     from ...schemas.plan.settings import find_models, refuse_models
@@ -150,12 +150,12 @@ def _plan_of(job: "JobConfig", gpus: str, reached: "Efficiencies") -> "Plan":
     if job.tinker.base:
         raise ConfigError(
             "a service of the Tinker API has no training step to plan",
-            hint="plan a job that trains: `tinkermq plan examples/gsm8k.yaml --gpus 8xH100`",
+            hint="plan a run that trains: `tinkermq plan train.yaml --gpus 8xH100`",
         )
     models = find_models(job)
     if models is None:
         raise ModelError(
-            f"the shape of model.path={job.model.path}, or of another model of the job, is not "
+            f"the shape of model.path={job.model.path}, or of another model of the run, is not "
             "known here: no such folder has a config.json, and tinkermq does not know a published "
             "model of this name",
             hint="give a folder, or fetch the model to the hub's cache (`hf download NAME "

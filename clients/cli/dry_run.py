@@ -32,7 +32,7 @@ Results = dict[str, list[CheckResult]]
 def dry_run(
     config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
 ) -> int:
-    """Check a job, print its configuration and the results, and raise the first failure."""
+    """Check a run, print its configuration and the results, and raise the first failure."""
     if not as_json:
         from ...schemas.config.load_config import write_yaml
 
@@ -55,7 +55,7 @@ def dry_run(
 def check_first(
     config: JobConfig, url: str, from_run: str | None = None, *, quiet: bool = False
 ) -> None:
-    """Raise the error of the first check that fails, before the job is submitted."""
+    """Raise the error of the first check that fails, before the run is submitted."""
     if not quiet:
         print_note("checking model, data and game first, as --dry-run does")
     raise_failed(check_job(config, url, from_run, within_s=_PLAY_S))
@@ -64,7 +64,7 @@ def check_first(
 def check_job(
     config: JobConfig, url: str | None, from_run: str | None = None, within_s: float = math.inf
 ) -> list[CheckResult]:
-    """Check a job as it would be submitted to the pool at `url`; `within_s` bounds the game's play.
+    """Check a run as it would be submitted to the pool at `url`; `within_s` bounds the game's play.
 
     This machine checks the files that it has. If a pool answers, its scheduler checks slots, names
     and quotas, and its nodes check models, data and games.
@@ -108,7 +108,7 @@ def _check_here(
 
 
 def _find_files(config: JobConfig) -> str:
-    """Look for the data files and the folders of programs that a job on this machine reads."""
+    """Look for the data files and the folders of programs that a run on this machine reads."""
     check_files_exist(config.model_dump(), "nats://127.0.0.1", has_model=True)
     return "those of data and programs are there"
 
@@ -168,13 +168,13 @@ def _count_slots(config: JobConfig, from_run: str | None) -> list[CheckResult]:
     needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
     skipped = [failed_check("slots", CheckSkipped(needed))]
     if from_run is not None:
-        begins = f"that of run {from_run}: looked up when the job is submitted"
+        begins = f"that of run {from_run}: looked up when the run is submitted"
         skipped.insert(0, failed_check("model", CheckSkipped(begins)))
     return skipped
 
 
 def needed_slots(config: JobConfig) -> int:
-    """Return the number of slots for the job's learner and generators."""
+    """Return the number of slots for the run's learner and generators."""
     return config.learner.slots + config.generator.count * config.generator_slots
 
 

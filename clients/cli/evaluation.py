@@ -97,7 +97,7 @@ PLAY_FLAGS = PlayFlags()
 
 
 async def find_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
-    """Return the serving job of this name, if there is one, and the `env` of its run."""
+    """Return the serving run of this name, if there is one, and the `env` of its run."""
     run = model.partition("@")[0]
     if not is_token(run):
         return None, {}
@@ -112,7 +112,7 @@ async def find_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[st
 def play_in_pool(
     url: str, served: JobRecord | None, model: str, options: PlayOptions, *, as_json: bool
 ) -> InferenceReport:
-    """Play with a serving job, or serve `model` for the duration of the command."""
+    """Play with a serving run, or serve `model` for the duration of the command."""
     progress = Progress(as_json=as_json)
     opened = open_served(
         served.job if served else None, None, model_path=None if served else model, url=url

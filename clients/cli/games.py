@@ -40,7 +40,7 @@ class ChosenGame:
     env: EnvConfig
     """How it is hosted."""
     seed: int = 0
-    """The job's seed."""
+    """The run's seed."""
     job: JobConfig | None = None
     """The whole configuration, where a YAML file was named."""
 
@@ -102,7 +102,7 @@ def _with_data(env: EnvConfig, folder: Path) -> EnvConfig:
 
 
 def _model_to_check(chosen: ChosenGame, model: str | None) -> tuple[JobConfig | None, str]:
-    """Return the job whose tokenizer is used, or None and the reason.
+    """Return the run whose tokenizer is used, or None and the reason.
 
     Raises ConfigError for a requested model that cannot be used here.
     """

@@ -1,6 +1,7 @@
 """Commands that inspect a run: `tinkermq logs`, `rollouts`, `failed` and `profile`."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,10 +27,11 @@ from ...schemas.profile import (
     profile_of,
     seconds_text,
     spans_of,
+    trace_file,
 )
 from ...schemas.rollout import Trajectory
 from ...schemas.task import DeadLetter, Decision
-from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, StateError
+from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, StateError, StorageError
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.trace import StepTrace
 from ..pool import Pool
@@ -163,7 +165,7 @@ def rollouts(
         record = await pool.find(run)
         if record.kind != "train":
             raise StateError(
-                f"job {record.name} is of kind {record.kind}, which logs no rollouts",
+                f"run {record.name} is of kind {record.kind}, which logs no rollouts",
                 hint="give the name of a training job: `tinkermq ps --all`",
             )
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
@@ -366,6 +368,7 @@ def profile(
     torch_profiler: bool = False,
     memory: bool = False,
     otlp: str | None = None,
+    to: Path | None = None,
     common: Common = COMMON,
 ) -> int:
     """Show where the time of a run goes: who waits for whom, and what to change.
@@ -384,6 +387,8 @@ def profile(
     otlp
         Send the spans of these steps to an OpenTelemetry collector at this URL, such as
         http://127.0.0.1:4318.
+    to
+        Write the timeline of these steps to this JSON file, which https://ui.perfetto.dev opens.
     """
 
     alone = [
@@ -392,6 +397,7 @@ def profile(
             ("--torch-profiler", torch_profiler),
             ("--memory", memory),
             ("--otlp", otlp is not None),
+            ("--to", to is not None),
         )
         if is_given
     ]
@@ -407,7 +413,7 @@ def profile(
         record = await pool.find(run)
         if not record.trains:
             raise StateError(
-                f"job {record.name} trains nothing, so it has no steps",
+                f"run {record.name} trains nothing, so it has no steps",
                 hint="give the name of a training job: `tinkermq ps --all`",
             )
         return record, await read_traces(pool.broker, record.scope, steps or _STEPS)
@@ -422,8 +428,10 @@ def profile(
         files = with_pool(common.nats_url, trace)
         return print_result({"files": files}, "\n".join(files), as_json=common.json)
     record, traces = with_pool(common.nats_url, read)
+    spans = [span for trace in traces for span in spans_of(trace)] if otlp or to else []
+    if to is not None:
+        _write_timeline(to, record, spans)
     if otlp is not None:
-        spans = [span for trace in traces for span in spans_of(trace)]
         send_spans(spans, otlp, {"tinkermq.run": record.name, "tinkermq.job": record.job})
         print_note(f"sent {len(spans)} spans to {otlp}")
     measured = profile_of(traces)
@@ -436,6 +444,17 @@ def profile(
     else:
         _print_profile(measured, advice)
     return 0
+
+
+def _write_timeline(to: Path, record: JobRecord, spans: list[Span]) -> None:
+    if not spans:
+        raise NotFoundError(f"{record.name} has no traces", hint="none of its steps is over")
+    try:
+        to.write_text(json.dumps(trace_file(spans)), encoding="utf-8")
+    except OSError as error:
+        problem = f"{to} cannot be written: {error.strerror or error}"
+        raise StorageError(problem, hint="name another file") from error
+    print_note(f"wrote {len(spans)} spans to {to}; https://ui.perfetto.dev opens it")
 
 
 _PROCESS = (("resident", "in memory"), ("peak", "peak"), ("shared_memory", "of it shared"))

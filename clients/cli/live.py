@@ -77,6 +77,9 @@ class LineDisplay:
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self._state = ""
+        self._moved = ""
+        """The last printed change of state."""
+        self._has_ended = False
         self._change: Any = ""
         """What the last printed line on the bottleneck advises."""
 
@@ -86,10 +89,12 @@ class LineDisplay:
         stepped = update_progress(progress, update)
         if isinstance(update, JobRecord):
             if update.state != self._state:
-                self._state = update.state
-                print_plain(f"{update.name} {update.state} {update.reason}".rstrip())
-                if progress.unlearnt:
-                    print_plain(progress.unlearnt)
+                self._move(update.state, update.reason)
+            if progress.unlearnt and not self._has_ended:
+                print_plain(progress.unlearnt)
+            self._has_ended = progress.ended
+        elif isinstance(update, Event) and update.kind.startswith("job_"):
+            self._move(update.kind.removeprefix("job_").upper(), update.message)
         elif isinstance(update, Event):
             if update.kind == "bottleneck":
                 if update.data.get("change") == self._change:
@@ -104,6 +109,14 @@ class LineDisplay:
             print_plain(
                 f"validation at step {update.step}: {progress.validation_text(update.step)}"
             )
+
+    def _move(self, state: str, reason: str) -> None:
+        """Print a change of state once, whether its event or the record comes first."""
+        line = f"{self._progress.record.name} {state} {reason}".rstrip()
+        if line != self._moved:
+            print_plain(line)
+        self._state = state
+        self._moved = line
 
 
 class LiveDisplay:

@@ -68,7 +68,7 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
 
 
 async def _wait_until_ended(pool: Pool, job: str, stopping: asyncio.Event) -> None:
-    """Set `stopping` when a job has ended; keeps waiting while the broker is away."""
+    """Set `stopping` when a run has ended; keeps waiting while the broker is away."""
     while True:
         await asyncio.sleep(END_POLL_S)
         try:
@@ -119,7 +119,7 @@ def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost"
 
     env = EnvConfig.model_validate(record.config.get("env") or {"game": ""})
     if not env.game:
-        raise StateError(f"run {record.name} plays no episodes: it is an SFT job")
+        raise StateError(f"run {record.name} plays no episodes: it is an SFT run")
     seed = int(record.config.get("seed", 0))
     return EnvironmentHost(pool.broker, record.scope, env, name=name, seed=seed)
 

@@ -215,7 +215,7 @@ def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:
 def _throughput(
     record: JobRecord, values: Mapping[str, float], actors: Sequence[Presence]
 ) -> float | None:
-    """Return tokens/s of the learner, or of the servers of an inference job."""
+    """Return tokens/s of the learner, or of the servers of an inference run."""
     if record.kind != "infer":
         return values.get("perf/throughput")
     return sum(actor.numbers.get("tokens_per_s", 0.0) for actor in actors if actor.role == "server")
@@ -316,7 +316,12 @@ def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
 
     changes = read_overrides(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.resume_run(run, changes))
-    return _print_change(record, f"{record.name} is {record.state}", as_json=common.json)
+    text = f"{record.name} is {record.state}"
+    training: dict[str, Any] = record.config.get("training") or {}
+    steps = training.get("num_steps")
+    if steps is not None and record.version >= steps:
+        text += f"; it has made its {steps} steps: more need training.num_steps=N"
+    return _print_change(record, text, as_json=common.json)
 
 
 def fork(
@@ -355,7 +360,7 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
     run
         Name or job id.
     target
-        `generators=N`, `environments=N`, or `servers=N` of an inference job.
+        `generators=N`, `environments=N`, or `servers=N` of an inference run.
     """
     role, count = _parse_target(target)
     record = _changed(common, run, lambda pool, job: pool.scale(job, role, count))

@@ -155,7 +155,7 @@ def infer(
     Parameters
     ----------
     model
-        A serving job (`tinkermq serve`), or a model to serve for the duration of the command: a
+        A serving run (`tinkermq serve`), or a model to serve for the duration of the command: a
         model folder, a run, `RUN@STEP`.
     game_arguments
         Arguments of the game's constructor: `max_turns=3`. They need --game.

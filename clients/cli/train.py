@@ -1,4 +1,4 @@
-"""`tinkermq train`, `sft`, `watch` and `notify`: submit a job, and follow a run until it ends."""
+"""`tinkermq train`, `sft`, `watch` and `notify`: submit a run, and follow a run until it ends."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ def train(
     priority: int = 0,
     common: Common = COMMON,
 ) -> int:
-    """Submit a training job and watch it. Ctrl-C detaches; the run continues.
+    """Submit a training run and watch it. Ctrl-C detaches; the run continues.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def sft(
     priority: int = 0,
     common: Common = COMMON,
 ) -> int:
-    """Submit a supervised fine-tuning job and watch it.
+    """Submit a supervised fine-tuning run and watch it.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def _submit(
     priority: int,
     common: Common,
 ) -> int:
-    """Submit a job and watch it, or only check it."""
+    """Submit a run and watch it, or only check it."""
     if dry_run:
         return only_check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)

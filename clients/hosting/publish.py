@@ -135,7 +135,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         size = limits.group_size if limits is not None else max(1, episodes)
         if episodes != size:
             raise errors.MessageError(
-                f"a group of this job has {size} trajectories, this has {episodes}",
+                f"a group of this run has {size} trajectories, this has {episodes}",
                 hint="give one per episode (rollout.group_size)",
             )
         now = time.time()
@@ -188,7 +188,7 @@ class AsyncTrajectoryPublisher(PoolClient):
                 ) from error
             raise errors.BrokerError(
                 f"the learner of job {scope.job} is not there",
-                hint="it may not have started, or the job has ended: `tinkermq ps --all`",
+                hint="it may not have started, or the run has ended: `tinkermq ps --all`",
             ) from error
 
     async def _pause(self, deadline: float, why: str) -> None:

@@ -84,7 +84,7 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
         )
     if record.kind == "infer":
         raise ConfigError(
-            f"{record.name} is a job of kind {record.kind}, which trains no model",
+            f"{record.name} is a run of kind {record.kind}, which trains no model",
             hint="give a training run, or the model folder",
         )
     config = record.settings
@@ -336,9 +336,9 @@ async def wait_until_served(
         if asyncio.get_running_loop().time() > deadline:
             why = servers[0].waits_for or servers[0].state if servers else record.reason
             raise DeadlineError(
-                f"job {record.name} is {record.state} and does not serve after {timeout_s:g} s: "
+                f"run {record.name} is {record.state} and does not serve after {timeout_s:g} s: "
                 f"{why}",
-                hint=f"the job continues; see `tinkermq logs {record.name}`, or stop it: "
+                hint=f"the run continues; see `tinkermq logs {record.name}`, or stop it: "
                 f"`tinkermq stop {record.name}`",
             )
         await asyncio.sleep(_POLL_S)

@@ -282,7 +282,7 @@ class _Inference:
         config = EnvConfig.model_validate(record.config["env"])
         if not (config.game and config.hosts):
             raise errors.ConfigError(
-                f"job {record.name} has no game for the pool to host",
+                f"run {record.name} has no game for the pool to host",
                 hint="give game_class, or on the command line --game",
             )
         hosts = Environments(self._pool.broker, self._scope, config)

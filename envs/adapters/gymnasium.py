@@ -7,7 +7,6 @@ the policy reads that it is invalid.
 """
 
 import re
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
@@ -66,7 +65,6 @@ class GymnasiumGame(AbstractGame):
         self._dice = GlobalRandom(seed)
         with self._dice.lent():
             self._env = self._gym.make(self._spec, disable_env_checker=True, **self._kwargs)
-            weakref.finalize(self, self._env.close)
             observation, _info = self._env.reset(seed=seed)
             return self._show(observation)
 
@@ -84,6 +82,11 @@ class GymnasiumGame(AbstractGame):
         done = bool(terminated or truncated)
         info = {**self._info(info, done=done), "invalid": False}
         return StepResult(shown, float(reward), done, info)
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
 
     def parse_action(self, raw: str) -> str:
         """Return the text between `<action>` and `</action>`, or else the last line."""

@@ -17,7 +17,6 @@ at several servers are called `SERVER_TOOL`.
 import asyncio
 import re
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pydantic import ValidationError
 
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import shown
+from ...schemas.wire.message import requirement
 from ..game import StepResult, join_texts
 from ..tools import AsyncToolGame, ToolResult, bounded_text, checked_tools
 from .mcp_channels import CallRefused, GameServer, who
@@ -61,7 +61,6 @@ class McpGame(AsyncToolGame):
         self._truth: Any = None
         self._num_failed = 0
         self._sessions: dict[int, McpSession] = {}
-        weakref.finalize(self, _close_soon, self._sessions).atexit = False
 
     def get_tools(self) -> list[dict[str, Any]]:
         """Return the tools of all servers; the first game of a process requests them.
@@ -92,12 +91,14 @@ class McpGame(AsyncToolGame):
     def answer(self, text: str) -> StepResult:
         """End the episode with the policy's answer, which `env.reward` scores."""
         del text
-        self.close()
         return StepResult("", 0.0, done=True)
 
     def close(self) -> None:
-        """End the episode's sessions."""
-        _close_soon(self._sessions)
+        """End the episode's sessions; shared ones stay."""
+        while self._sessions:
+            _, session = self._sessions.popitem()
+            if not session.is_shared:
+                session.close_soon()
 
     def get_system_prompt(self) -> str:
         """Return the system prompt, with the servers' resources and prompts."""
@@ -137,14 +138,6 @@ class McpGame(AsyncToolGame):
                 hint="see resources and prompts of the server",
             ) from error
         return join_texts(*(bounded_text(text, self.max_result_chars) for text in texts))
-
-
-def _close_soon(sessions: dict[int, McpSession]) -> None:
-    """End sessions, from any thread; shared ones stay."""
-    while sessions:
-        _, session = sessions.popitem()
-        if not session.is_shared:
-            session.close_soon()
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -192,7 +185,7 @@ def _read_server(values: Any, number: int) -> GameServer:
         first = error.errors()[0]
         key = ".".join((place, *map(str, first["loc"])))
         raise ConfigError(
-            f"{key}: {first['msg']} (it is {shown(first['input'])})",
+            f"{key}: {requirement(first)} (it is {shown(first['input'])})",
             hint=f"the keys are {', '.join(GameServer.model_fields)}",
         ) from error
     for prompt in server.prompts:

@@ -180,9 +180,8 @@ class OpenEnvGame(AsyncToolGame):
         drawn = self.rng.getrandbits(31) if seed is None else seed
         arguments = {"seed": drawn, **self._options.reset, **chosen, **(extra_info or {})}
         self._task = task
-        self._session, opening = await self._environment.pool().open(arguments, self)
+        self._session, opening = await self._environment.pool().open(arguments)
         if opening.done:
-            self._session.close()
             raise GameError(f"{facts.name} was over before the policy's first turn")
         return self._show(opening)
 
@@ -233,6 +232,11 @@ class OpenEnvGame(AsyncToolGame):
         """Return the environment's name and the task's number."""
         return {"environment": self._environment.facts().name, "task": self._task}
 
+    def close(self) -> None:
+        """Give the session back."""
+        if self._session is not None:
+            self._session.close()
+
     async def _play(self, action: Mapping[str, Any]) -> ToolResult:
         assert self._session is not None
         try:
@@ -240,8 +244,6 @@ class OpenEnvGame(AsyncToolGame):
         except ActionRefused as refusal:
             text = f"Error: {_printable(refusal.reason)}"
             return ToolResult(bounded_text(text, self.max_result_chars))
-        if answer.done:
-            self._session.close()
         info = {"type": self._environment.facts().name}
         return ToolResult(self._show(answer), float(answer.reward or 0.0), answer.done, info)
 

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, cast
@@ -432,7 +431,7 @@ class RemoteOpenEnv:
 
 
 class PooledSession:
-    """A session that frees its place when it is closed or its owner is collected."""
+    """A session that frees its place when it is closed."""
 
     def __init__(self, pool: "SessionPool", server: RemoteOpenEnv, session: OpenEnvSession) -> None:
         self._pool = pool
@@ -478,31 +477,28 @@ class SessionPool:
         self._freed = asyncio.Event()
         self._num_waiting = 0
         self._last_said = 0.0
-        self._failure: OpenEnvError | None = None
+        self._last_answer = ""
+        """Why the last server gave no session; its error would hold frames, with what they own."""
         self._sessions: set[OpenEnvSession] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._guard = asyncio.create_task(self._until_the_end(ended), name="openenv sessions")
 
-    async def open(
-        self, arguments: Mapping[str, Any], owner: object
-    ) -> tuple["PooledSession", Observation]:
-        """Begin an episode; return its session and the first observation.
+    async def open(self, arguments: Mapping[str, Any]) -> tuple["PooledSession", Observation]:
+        """Begin an episode; return its session, which the caller closes, and what it shows first.
 
-        The session is closed when `owner` is garbage collected. Raises OpenEnvError.
+        Raises OpenEnvError.
         """
         self._num_waiting += 1
         limit = asyncio.timeout(self._wait_s)
         try:
             async with limit:
-                session, observation = await self._opened(arguments)
+                return await self._opened(arguments)
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise self._overdue() from error
         finally:
             self._num_waiting -= 1
-        weakref.finalize(owner, session.close).atexit = False
-        return session, observation
 
     async def _opened(self, arguments: Mapping[str, Any]) -> tuple[PooledSession, Observation]:
         while True:
@@ -512,11 +508,11 @@ class SessionPool:
             try:
                 return await self._begun(server, arguments)
             except ServerFull as error:
-                server.limit, self._failure = max(1, error.max_sessions or 1), error
+                server.limit, self._last_answer = max(1, error.max_sessions or 1), error.message
                 server.rest()
                 self._say_full(server)
             except ServerAway as error:
-                self._failure = error
+                self._last_answer = error.message
                 server.rest()
 
     async def _begun(
@@ -589,7 +585,7 @@ class SessionPool:
             + (f" of at most {server.limit}" if server.limit is not None else "")
             for server in self._servers
         )
-        last = f"; the last answer: {self._failure.message}" if self._failure else ""
+        last = f"; the last answer: {self._last_answer}" if self._last_answer else ""
         return OpenEnvError(
             f"no session within {self._wait_s:g} s, {self._num_waiting} episodes wait "
             f"({held}){last}",

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import json
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, ClassVar, Literal, cast
 
@@ -274,7 +273,7 @@ class VerifiersGame(AbstractGame):
         self._dice: GlobalRandom
         self._task: Any = None
         self._system = ""
-        self._episode: VerifiersEpisode
+        self._episode: VerifiersEpisode | None = None
 
     def generate_initial_state(self) -> dict[str, Any]:
         """Draw a task and a seed."""
@@ -287,7 +286,6 @@ class VerifiersGame(AbstractGame):
         self._dice = GlobalRandom(seed)
         with self._dice.lent():
             self._episode = VerifiersEpisode(self._vf, self._env, self._task)
-            weakref.finalize(self, self._episode.cancel)
             shown = self._episode.start()
         if shown is None:
             raise GameError(f"{self._taskset} was over before the policy's first turn")
@@ -300,6 +298,7 @@ class VerifiersGame(AbstractGame):
 
     def step(self, action: str) -> StepResult:
         """Pass on the policy's turn and run to its next one, or to the end."""
+        assert self._episode is not None
         with self._dice.lent():
             shown = self._episode.answer(action)
         if shown is not None:
@@ -311,6 +310,12 @@ class VerifiersGame(AbstractGame):
         }
         info = {**trace.metrics, **scores, "type": self._taskset}
         return StepResult("", float(trace.reward), done=True, info=info)
+
+    def close(self) -> None:
+        """Abandon the environment, unless it has ended."""
+        if self._episode is not None:
+            with self._dice.lent():
+                self._episode.cancel()
 
     def get_system_prompt(self) -> str:
         """Return the task's own system prompt."""

@@ -322,7 +322,7 @@ class LocalProgram:
         with contextlib.closing(HostData(self._job.env, seed, needs_answers=False)) as data:
             if data.num_train is None and row is not None:
                 raise DataError(
-                    f"row {row} was requested, but the job has no env.train_data",
+                    f"row {row} was requested, but the run has no env.train_data",
                     hint="its tasks have seeds",
                 )
             if data.num_train is not None and row is None:
@@ -347,7 +347,7 @@ async def open_program(
     """
     if not job.agent.command:
         raise ConfigError(
-            "this job has no program: agent.command is empty",
+            "this run has no program: agent.command is empty",
             hint="set agent.command, or make an example: `tinkermq agent new NAME`",
         )
     limits = {} if limit_s is None else {"timeout_s": limit_s, "idle_s": limit_s}

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +195,9 @@ class ALFWorldGame(AbstractGame):
         if not file.is_file():
             raise GameError(
                 f"there is no game {file}",
-                hint="all hosts of a job must have the same games as those its data names",
+                hint="all hosts of a run must have the same games as those its data names",
             )
-        self._env = _borrow(self)
+        self._env = _idle.pop() if _idle else _new_world()
         game = json.loads(file.read_text(encoding="utf-8"))
         self._walkthrough = game.get("walkthrough") or []
         self._env.load(game)
@@ -225,6 +224,11 @@ class ALFWorldGame(AbstractGame):
             "game": self._game.name,
         }
         return StepResult(self._show(feedback), self._reward(won, over, invalid), over, info)
+
+    def close(self) -> None:
+        """Leave the text world to another game."""
+        if self._env is not None:
+            _idle.append(self._env)
 
     def parse_action(self, raw: str) -> str:
         """Return the text between `<action>` and `</action>`, or else the last line."""
@@ -278,13 +282,6 @@ class ALFWorldGame(AbstractGame):
 
 _idle: list[Any] = []
 """Unused text worlds, kept since each has a planner of many megabytes."""
-
-
-def _borrow(game: ALFWorldGame) -> Any:
-    """Return a text world for the game's lifetime."""
-    world = _idle.pop() if _idle else _new_world()
-    weakref.finalize(game, _idle.append, world)
-    return world
 
 
 def _new_world() -> Any:

@@ -16,7 +16,6 @@ import re
 import shutil
 import socket
 import tempfile
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol, cast
@@ -330,7 +329,6 @@ class AndroidWorldGame(AbstractGame):
         self._dice = GlobalRandom(seed)
         with self._dice.lent():
             self._running = _Running(self._devices, self._num_devices, self._tasks[task], seed)
-            weakref.finalize(self, self._running.end)
             return self._read_screen()[0]
 
     def step(self, action: str) -> StepResult:
@@ -350,6 +348,12 @@ class AndroidWorldGame(AbstractGame):
         message = f"{wrong}\n\n{shown}" if wrong else shown
         info |= {"type": self._name, "success": False, "invalid": bool(wrong)}
         return StepResult(message, -0.1 if wrong else -0.01, done=False, info=info)
+
+    def close(self) -> None:
+        """Tear the task down and release the device."""
+        if self._running is not None:
+            with self._dice.lent():
+                self._running.end()
 
     def get_system_prompt(self) -> str:
         """Return the actions and how to answer."""
@@ -387,8 +391,6 @@ class AndroidWorldGame(AbstractGame):
         )
 
     def _end(self, reward: float, *, success: bool, text: str) -> StepResult:
-        assert self._running is not None
-        self._running.end()
         info = {"type": self._name, "success": success, "steps": self._steps, "said": text}
         return StepResult("", reward, done=True, info=info)
 

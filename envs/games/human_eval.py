@@ -97,7 +97,7 @@ class HumanEvalGame(AbstractGame):
         if not all(isinstance(field, str) and field for field in fields):
             raise DataError(
                 "extra_info of a row needs declaration, function and test, as texts",
-                hint="make the data with `python examples/make_data.py human_eval`",
+                hint="make the data with `python examples/make_data.py human_eval`, in a checkout",
             )
         self._declaration, self._function, self._test = map(str, fields)
         self._solution = answer_text(ground_truth)

@@ -7,6 +7,7 @@ import ast
 import contextlib
 import inspect
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -150,6 +151,47 @@ class GameFacts(NamedTuple):
         return self.environments.get(str(name), self.tools)
 
 
+class _Held:
+    """The game of one episode, in a block that plays it.
+
+    It is closed after it was dropped, or a block failed, once no block plays it: in the thread of
+    the last block, or else of `drop`.
+    """
+
+    __slots__ = ("_is_closed", "_is_dropped", "_lock", "_num_calls", "game")
+
+    def __init__(self, game: AbstractGame) -> None:
+        self.game = game
+        self._num_calls = 0
+        self._is_dropped = self._is_closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> AbstractGame:
+        with self._lock:
+            self._num_calls += 1
+        return self.game
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._leave(1, is_last=error is not None)
+
+    def drop(self) -> None:
+        """Let no further block play it."""
+        self._leave(0, is_last=True)
+
+    def _leave(self, num_calls: int, *, is_last: bool) -> None:
+        with self._lock:
+            self._num_calls -= num_calls
+            self._is_dropped |= is_last
+            if self._num_calls or not self._is_dropped or self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            self.game.close()
+        except Exception as error:  # noqa: BLE001 - a user's method; the episode is over
+            failure = game_failure(type(self.game).__name__, "close", error)
+            _log.warning("game_close_failed", error=failure.message, hint=failure.hint)
+
+
 @dataclass
 class _Turns:
     """The conversations of the roles of one game."""
@@ -169,12 +211,17 @@ class Episodes:
         self._class = game_class
         self._kwargs = kwargs
         self._name = game_class.__name__
-        self._games: dict[str, AbstractGame] = {}
+        self._games: dict[str, _Held] = {}
         self._turns: dict[str, _Turns] = {}
 
     def probe(self) -> GameFacts:
         """Make one instance as a trial; return the facts that all episodes share."""
         game = self._make()
+        if inspect.iscoroutinefunction(self._class.close):
+            raise GameError(
+                f"close of {self._name} is async, and nothing awaits it",
+                hint="write `def close(self)`, also in an async game",
+            )
         if draws := global_draws(self._class):
             _log.warning("game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT)
         with self._blaming("get_interaction_name"):
@@ -190,45 +237,42 @@ class Episodes:
 
     def reset(self, opening: Opening) -> list[ChatMessage]:
         """Make a game, reset it, and return the chat messages of its first prompt."""
-        game = self._make()
-        with blaming(lambda error: self._reset_failure(error, opening)):
+        held = _Held(self._make())
+        with held as game, blaming(lambda error: self._reset_failure(error, opening)):
             messages = _whose_turn(game, open_game(game, **_start(opening)))
-            return self._begun(opening, game, messages)
+            return self._begun(opening, held, messages)
 
     async def reset_async(self, opening: Opening) -> list[ChatMessage]:
         """Do the same with a game that may wait."""
-        game = self._make()
-        with blaming_awaited(lambda error: self._reset_failure(error, opening)):
+        held = _Held(self._make())
+        with held as game, blaming_awaited(lambda error: self._reset_failure(error, opening)):
             messages = _whose_turn(game, await open_async_game(game, **_start(opening)))
-            return self._begun(opening, game, messages)
+            return self._begun(opening, held, messages)
 
     def step(self, episode: str, action: str) -> StepResult:
         """Play one action; a game that fails or is done is dropped."""
-        game = self.running(episode)
-        with blaming(lambda error: self._step_failure(error, episode)):
-            result = _played(game, game.step(action))
-        return self._after(episode, result)
+        blame = blaming(lambda error: self._step_failure(error, episode))
+        with self._held(episode) as game, blame:
+            return self._after(episode, _played(game, game.step(action)))
 
     async def step_async(self, episode: str, action: str) -> StepResult:
         """Do the same with a game that may wait."""
-        game = self.running(episode)
-        with blaming_awaited(lambda error: self._step_failure(error, episode)):
-            result = _played(game, await resolve(game.step(action)))
-        return self._after(episode, result)
+        blame = blaming_awaited(lambda error: self._step_failure(error, episode))
+        with self._held(episode) as game, blame:
+            return self._after(episode, _played(game, await resolve(game.step(action))))
 
     def finish(self, episode: str) -> StepResult:
         """Return the last result of an episode that a limit ends; its game is dropped."""
-        game = self.running(episode)
-        with self._blaming("finish_early"):
+        with self._held(episode) as game, self._blaming("finish_early"):
             result = check_result(game, game.finish_early())
-        return self._after(episode, replace(result, done=True))
+            return self._after(episode, replace(result, done=True))
 
     async def finish_async(self, episode: str) -> StepResult:
         """Do the same with a game that may wait."""
-        game = self.running(episode)
-        with blaming_awaited(lambda error: game_failure(self._name, "finish_early", error)):
+        blame = blaming_awaited(lambda error: game_failure(self._name, "finish_early", error))
+        with self._held(episode) as game, blame:
             result = check_result(game, await resolve(game.finish_early()))
-        return self._after(episode, replace(result, done=True))
+            return self._after(episode, replace(result, done=True))
 
     def gold_action(self, episode: str) -> str:
         """Return the right answer to the present state, as the game gives it."""
@@ -238,15 +282,15 @@ class Episodes:
 
     def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Return the role whose turn it is, with its first prompt if it has had none."""
-        game, turns = self._games.get(episode), self._turns.get(episode)
-        if game is None or turns is None:
+        held, turns = self._games.get(episode), self._turns.get(episode)
+        if held is None or turns is None:
             raise NotFoundError(f"episode {episode!r} has no running game with roles here")
 
         def blame(error: BaseException) -> TinkermqError:
             self.drop(episode)
             return game_failure(self._name, "the prompt of a role", error)
 
-        with blaming(blame):
+        with held as game, blaming(blame):
             role = check_role(game)
             if role in turns.addressed:
                 return role, []
@@ -255,9 +299,20 @@ class Episodes:
             return role, turns.prompt if first else address(game, turns.observation)
 
     def drop(self, episode: str) -> None:
-        """Forget an episode, whether it runs or not."""
-        self._games.pop(episode, None)
+        """Forget an episode, whether it runs or not, and close its game once nothing plays it."""
+        held = self._games.pop(episode, None)
         self._turns.pop(episode, None)
+        if held is not None:
+            held.drop()
+
+    def drop_all(self) -> None:
+        """Forget all episodes."""
+        for episode in list(self._games):
+            self.drop(episode)
+
+    def __contains__(self, episode: object) -> bool:
+        """Return whether an episode runs."""
+        return episode in self._games
 
     def __len__(self) -> int:
         """Return the number of running games."""
@@ -265,16 +320,19 @@ class Episodes:
 
     def running(self, episode: str) -> AbstractGame:
         """Return the game of a running episode; NotFoundError for another."""
-        game = self._games.get(episode)
-        if game is None:
+        return self._held(episode).game
+
+    def _held(self, episode: str) -> _Held:
+        held = self._games.get(episode)
+        if held is None:
             raise NotFoundError(f"episode {episode!r} has no running game here")
-        return game
+        return held
 
     def _begun(
-        self, opening: Opening, game: AbstractGame, messages: list[ChatMessage]
+        self, opening: Opening, held: _Held, messages: list[ChatMessage]
     ) -> list[ChatMessage]:
-        self._games[opening.episode] = game
-        if game.roles:
+        self._games[opening.episode] = held
+        if held.game.roles:
             self._turns[opening.episode] = _Turns(messages)
         return messages
 

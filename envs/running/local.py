@@ -45,10 +45,12 @@ class LocalGame:
         self._numbers = itertools.count()
         self._loop = asyncio.Runner()
         self._left_behind = self._is_imported = False
+        self._last: LocalEpisode | None = None
 
     def close(self) -> None:
-        """End the event loop of async games."""
+        """End the last episode, and the event loop of async games."""
         if not self._left_behind:  # otherwise a thread that cannot be ended still uses it
+            self._end_last()
             self._loop.close()
 
     def probe(self) -> str:
@@ -73,14 +75,21 @@ class LocalGame:
     def start(self, seed: int, *, row: int | None = None, split: Split = "train") -> "LocalEpisode":
         """Start an episode on a row of the data, by default row `seed` modulo the number of rows.
 
-        Raises GameError, DataError, TooSlow.
+        The one before ends. Raises GameError, DataError, TooSlow.
         """
         if row is None and self.data.num_train is not None and split == "train":
             row = seed % self.data.num_train
         self._import()
         name = f"local-{next(self._numbers)}"
         opening = Opening(name, seed, self.data.record(split, row))
-        return LocalEpisode(self, opening)
+        self._end_last()
+        self._last = LocalEpisode(self, opening)
+        return self._last
+
+    def _end_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.end()
 
     def _import(self) -> None:
         if not self._is_imported:
@@ -176,6 +185,15 @@ class LocalEpisode:
     def gold_action(self) -> str:
         """Return the right answer now, as the game gives it."""
         return self._episodes.gold_action(self._name)
+
+    def end(self) -> None:
+        """End it, if it runs. Raises TooSlow for a game that does not close in time."""
+
+        async def end() -> None:
+            self._episodes.drop(self._name)
+
+        if self._name in self._episodes:
+            self._game.call("drop", lambda: self._episodes.drop(self._name), end)
 
 
 def _settle(outcome: "Future[T]", call: Callable[[], T]) -> None:

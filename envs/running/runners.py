@@ -34,6 +34,7 @@ from .episodes import (
     hung,
     is_async,
     refuse_async,
+    retrieve_error,
 )
 from .process_runner import ProcessRunner
 
@@ -281,8 +282,10 @@ class ThreadRunner:
         return self._submit("turn", episode, lambda: self._episodes.turn(episode))
 
     def drop(self, episode: str) -> None:
-        """Forget an episode."""
-        self._episodes.drop(episode)
+        """Forget an episode; a thread closes its game."""
+        if episode in self._episodes:
+            dropped = self._submit("drop", episode, lambda: self._episodes.drop(episode))
+            dropped.add_done_callback(retrieve_error)  # it is not awaited
 
     def end_overdue(self) -> None:
         """Abandon threads whose game has hung past its limit, and fail its episode."""
@@ -293,7 +296,11 @@ class ThreadRunner:
             self._refuse_queued()
 
     async def stop(self) -> None:
-        """Let the threads end; a hung thread ends with the process."""
+        """Close the games and let the threads end; a hung thread ends with the process."""
+        if self._workers and len(self._episodes):
+            dropped = self._submit("drop", "", self._episodes.drop_all)
+            dropped.add_done_callback(retrieve_error)
+            await asyncio.wait({dropped}, timeout=_END_S)
         for _ in self._workers:
             self._wakes.put(False)
 
@@ -353,7 +360,7 @@ class ThreadRunner:
         while self._finished:
             work = self._finished.popleft()
             if not work.finish():
-                self._episodes.drop(work.episode)
+                self.drop(work.episode)
 
     def _give_up(self, worker: _Worker, work: _Work) -> None:
         worker.given_up = True
@@ -450,14 +457,15 @@ class AsyncRunner:
         return await self._play("turn", episode, turn)
 
     def drop(self, episode: str) -> None:
-        """Forget an episode."""
-        self._episodes.drop(episode)
+        """Forget an episode; the games' loop closes its game."""
+        self._loop.post(self._episodes.drop, episode)
 
     def end_overdue(self) -> None:
         """Abandon the loop if it has been blocked for as long as a call may take."""
         if not self._loop.is_stuck(self._longest_s):
             return
         stuck, self._num_given_up = self._loop, self._num_given_up + 1
+        stuck.post(self._episodes.drop_all)
         if self._num_given_up <= MAX_GIVEN_UP:
             self._begin()
             stuck.give_up(self._blocked("its episodes are lost"))
@@ -465,7 +473,8 @@ class AsyncRunner:
             stuck.give_up(self._blocked(f"it was given {MAX_GIVEN_UP} new ones before"))
 
     async def stop(self) -> None:
-        """Cancel the running calls and end the loop."""
+        """Cancel the running calls, close the games and end the loop."""
+        self._loop.post(self._episodes.drop_all)
         await asyncio.to_thread(self._loop.end)
 
     def _begin(self) -> None:
@@ -481,7 +490,7 @@ class AsyncRunner:
 
     async def _play(self, verb: str, episode: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """Run a call in the games' loop, for as long as it may take."""
-        episodes, limit_s = self._episodes, self._limits.of(verb)
+        loop, episodes, limit_s = self._loop, self._episodes, self._limits.of(verb)
 
         def drop(*_: object) -> None:
             episodes.drop(episode)
@@ -504,7 +513,7 @@ class AsyncRunner:
 
         name = self._class.__name__
         blame = partial(game_failure, name, verb)
-        return await self._loop.submit(limited, blame, undelivered=drop)
+        return await loop.submit(limited, blame, undelivered=lambda: loop.post(drop))
 
 
 # An event loop for coroutines of users, in its own thread. Their exceptions become TinkermqErrors.
@@ -544,6 +553,11 @@ class ForeignLoop:
         self._loop.call_soon_threadsafe(self._start, call, blame, future, undelivered)
         return future
 
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the loop soon, from any thread; not if the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
     def is_stuck(self, limit_s: float) -> bool:
         """Return whether the loop has been blocked for `limit_s`; call it repeatedly."""
         probed_at, now = self._probed_at, time.monotonic()  # the loop's thread may answer meanwhile
@@ -563,8 +577,7 @@ class ForeignLoop:
     def end(self) -> None:
         """Cancel running coroutines, stop the loop and wait a few seconds for its thread."""
         self._ended = True
-        with contextlib.suppress(RuntimeError):  # it is closed already
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self.post(self._loop.stop)
         self._thread.join(_END_S)
 
     def _turn(self) -> None:
@@ -618,8 +631,7 @@ class ForeignLoop:
 
         def cancel(waited: "asyncio.Future[Any]") -> None:
             if waited.cancelled():
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    self._loop.call_soon_threadsafe(task.cancel)
+                self.post(task.cancel)
 
         future.add_done_callback(cancel)
 

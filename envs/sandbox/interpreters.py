@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 
 from ...schemas.config.sections import Section, when
 from ...schemas.wire.errors import ConfigError, SandboxError
+from ...schemas.wire.message import requirement
 from .bubblewrap import Program, SandboxStartError, bubblewrap_program, start
 from .sandbox import (
     Mount,
@@ -109,7 +110,7 @@ class SandboxSettings(Section):
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             raise ConfigError(
-                f"env.kwargs.sandbox.{key}: {first['msg']} (it is {first['input']!r})",
+                f"env.kwargs.sandbox.{key}: {requirement(first)} (it is {first['input']!r})",
                 hint=f"the keys are {', '.join(cls.model_fields)}",
             ) from error
 

@@ -100,7 +100,7 @@ class AgentConfig(Section):
     command: list[str] = Field(default_factory=list[str], max_length=1024)
     """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{files}`,
     `{input}` and `{python}` stand for the task's last user message, the working folder, the copy of
-    `files`, the file with the task's row, and the pool's interpreter. Empty: no agent job, or
+    `files`, the file with the task's row, and the pool's interpreter. Empty: no agent run, or
     `client`."""
     client: bool = False
     """Clients run the episodes: with `env.hosts=0` (then the default) callers of `AgentEpisodes` or
@@ -112,7 +112,7 @@ class AgentConfig(Section):
     """Share of `tasks`, by a digest of their names, that is `env.val_data` and not trained."""
     files: str | None = Field(default=None, json_schema_extra=when("command"))
     """Folder that is copied as the program's folder for each try; default: an empty folder. Folders
-    here are relative to where the job is submitted or, with `env.hosts=0`, to where `tinkermq agent
+    here are relative to where the run is submitted or, with `env.hosts=0`, to where `tinkermq agent
     host` runs."""
     setup: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
     """Command run there before the program, in the same sandbox."""
@@ -208,7 +208,7 @@ class AgentConfig(Section):
 
     @property
     def runs_programs(self) -> bool:
-        """Whether the job's episodes are those of programs."""
+        """Whether the run's episodes are those of programs."""
         return self.client or bool(self.command)
 
     @property
@@ -267,7 +267,7 @@ def _with_tasks(tree: Mapping[str, Any], agent: AgentConfig) -> dict[str, Any]:
 
 
 def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an agent job's tree with implied keys; any other tree unchanged.
+    """Return an agent run's tree with implied keys; any other tree unchanged.
 
     Raises ValueError for a key without effect.
     """
@@ -277,8 +277,8 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
         return tree
     if given_section(tree, "sft").get("data"):
         raise ValueError(
-            "sft.data makes an SFT job, which runs no programs, and the section agent an agent "
-            "job: remove one of them"
+            "sft.data makes an SFT run, which runs no programs, and the section agent an agent "
+            "run: remove one of them"
         )
     agent = AgentConfig.model_validate(dict(section))
     tree = _with_tasks(tree, agent)
@@ -298,4 +298,4 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
                 "hosts the episodes, 1 where they are asked for at a gateway"
             )
         implied["env"]["hosts"] = hosts
-    return with_implied(tree, implied, "an agent job")
+    return with_implied(tree, implied, "an agent run")

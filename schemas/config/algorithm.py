@@ -147,7 +147,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def served_job(name: str) -> str | None:
-    """Return the inference job that a teacher names; None for another kind."""
+    """Return the inference run that a teacher names; None for another kind."""
     return name.removeprefix(_JOB) if name.startswith(_JOB) else None
 
 
@@ -231,7 +231,7 @@ class AlgorithmConfig(Section):
     """Credit of an agent's branch with its own reward: the episode's; its own, compared with
     branches of its role in the group; or the sum of both advantages."""
     loss: LossName = "ppo"
-    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
+    """Policy loss; SFT runs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(
         default=None,
         gt=0,

@@ -159,8 +159,11 @@ class GeneratorConfig(Section):
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
+    adapt_episodes: bool = False
+    """Let the number of concurrent episodes follow the engine's free KV cache, up to `max_episodes`
+    ([how](engines.md#episodes-and-the-cache))."""
     max_requests: int | None = Field(default=None, ge=1, le=65_536)
-    """Requests per forward pass; default: as many as the job has and the GPU's memory holds ([will
+    """Requests per forward pass; default: as many as the run has and the GPU's memory holds ([will
     it fit](gpu.md#will-it-fit)), 256 on a CPU."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence; default: the longest episode of `rollout`."""
@@ -306,7 +309,7 @@ class WeightsConfig(Section):
         le=MAX_STREAM_BYTES,
         json_schema_extra=when("transport", "auto", "object"),
     )
-    """Space in each machine's /dev/shm in which the job's actors share a version, at most half of
+    """Space in each machine's /dev/shm in which the run's actors share a version, at most half of
     what is free. 0: each reads for itself."""
 
 
@@ -322,7 +325,7 @@ class TrackingConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Bounds of the job's queues and logs, in bytes."""
+    """Bounds of the run's queues and logs, in bytes."""
 
     task_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Task queue."""
@@ -340,9 +343,9 @@ class LimitsConfig(Section):
     """Log lines, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0, le=1000)
     """Failures of one actor within ten minutes, or in a row without any finished work (a step,
-    group, evaluation or answer), after which the job fails."""
+    group, evaluation or answer), after which the run fails."""
     max_node_failures: int = Field(default=5, ge=0, le=1000)
-    """Nodes that the job may lose before it fails."""
+    """Nodes that the run may lose before it fails."""
     untrainable_groups: int | None = Field(default=None, ge=0)
     """Untrainable groups in a row (equal returns, filtered, stale, malformed) that end the run with
     a checkpoint; default: 20 batches, at least 256; 0: never."""
@@ -371,20 +374,20 @@ _READ_BY_SFT = frozenset(
         "entropy_coef_step",
     }
 )
-"""Keys of `algorithm` that such a job reads."""
+"""Keys of `algorithm` that such a run reads."""
 _NO_GAME: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
 
 
 class SftConfig(Section):
-    """The conversations that an SFT job trains on."""
+    """The conversations that an SFT run trains on."""
 
     data: list[str] = Field(default_factory=list[str])
     """Parquet or JSONL files with [conversations](training.md#from-conversations) in the column
-    `messages`, and optionally `tools` and `images`. Empty: not an SFT job."""
+    `messages`, and optionally `tools` and `images`. Empty: not an SFT run."""
 
 
 def _settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of an SFT job with what it implies; any other tree as it is.
+    """Return the tree of an SFT run with what it implies; any other tree as it is.
 
     Raises ValueError for a key that would have no effect.
     """
@@ -394,8 +397,8 @@ def _settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
     tree.setdefault("env", _NO_GAME)
     for key in given_section(tree, "algorithm"):
         if key not in _READ_BY_SFT:
-            raise ValueError(f"algorithm.{key} has no effect in an SFT job: remove it")
-    return with_implied(tree, _IMPLIED_BY_SFT, "an SFT job")
+            raise ValueError(f"algorithm.{key} has no effect in an SFT run: remove it")
+    return with_implied(tree, _IMPLIED_BY_SFT, "an SFT run")
 
 
 # -- a Tinker service ------------------------------------------------------------------------------
@@ -452,10 +455,10 @@ def _settle_tinker(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class JobConfig(Section):
-    """Everything a training job is made of."""
+    """Everything a training run is made of."""
 
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
-    """Name of the run; default `<env>-<model>-<two words>`."""
+    """Name: lower-case letters, digits, `-` and `_`; default `<env>-<model>-<two words>`."""
     tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] = Field(default_factory=list[str])
     """Tags for lists and search; `tinkermq label` changes them later."""
     group: Label | None = None
@@ -533,7 +536,7 @@ class JobConfig(Section):
 
     @property
     def plays_in_pool(self) -> bool:
-        """Whether actors of a training job play its game; external agents bring their own."""
+        """Whether actors of a training run play its game; external agents bring their own."""
         external = self.training.tasks == "external" and self.generator.count == 0
         return self.validates or not external
 
@@ -554,7 +557,7 @@ class JobConfig(Section):
 
     @property
     def generator_slots(self) -> int:
-        """Slots of one generator; that of an SFT job takes none unless it validates."""
+        """Slots of one generator; that of an SFT run takes none unless it validates."""
         has_engine = not self.sft.data or (self.validates and not self.has_evaluator)
         return self.generator.slots if has_engine else 0
 
@@ -566,7 +569,7 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _kind_settles_the_rest(cls, values: Any) -> Any:
-        """Add what an SFT or agent job implies, and refuse keys without effect."""
+        """Add what an SFT or agent run implies, and refuse keys without effect."""
         if not isinstance(values, dict):
             return values
         tree = dict(cast("dict[str, Any]", values))

@@ -1,4 +1,4 @@
-"""Load a job's configuration: defaults, then the YAML file, then `key=value` overrides.
+"""Load a run's configuration: defaults, then the YAML file, then `key=value` overrides.
 
 An unknown key is an error that names the closest known one.
 """
@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from ..version import VERSION
 from ..wire.codec import merged
 from ..wire.errors import ConfigError
+from ..wire.message import requirement
 from .job import JobConfig
 from .sections import given_section
 
@@ -85,10 +86,21 @@ def read_value(text: str, what: str, expected: Any = Any) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        hint = "indent with spaces: YAML takes no tabs there" if "\t" in text else ""
+        hint = "a key stands on a line of its own, below its neighbours; quote a text with `: `"
+        if "\t" in text:
+            hint = "indent with spaces: YAML takes no tabs there"
         raise ConfigError(
-            f"{what} is not valid YAML: {str(error)[:_MAX_SHOWN]}", hint=hint
+            f"{what} is not valid YAML: {_yaml_problem(error)[:_MAX_SHOWN]}", hint=hint
         ) from error
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Return what a parser of YAML found, and in which line."""
+    mark: Any = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error)
+    found = " ".join(str(getattr(error, name) or "") for name in ("context", "problem"))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {found.strip()}"
 
 
 def read_argument(text: str, what: str, expected: Any) -> Any:
@@ -285,8 +297,9 @@ def _type_of_key(expected: Any, key: str) -> Any:
 
 
 MAX_VALUES = 100_000
-"""Values of a configuration, far more than any job has."""
+"""Values of a configuration, far more than any run has."""
 _MAX_KEY = 200
+_HOW_TO_BEGIN = "begin with `model:` and `env:`, as files do that `tinkermq env new NAME` writes"
 _PLAIN = (str, int, float, bool, type(None), date)
 
 
@@ -328,9 +341,15 @@ def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str,
     """Read a YAML map from a file; `model` types its keys."""
     file = Path(path)
     if not file.is_file():
+        names = {place.stem: place.name for place in file.parent.glob("*.y*ml")}
+        near = [names[stem] for stem in difflib.get_close_matches(file.stem, names, n=1)]
         raise ConfigError(
-            f"the configuration file {str(file)!r} does not exist",
-            hint="give the path of a YAML file; the repository's examples/ has one for each game",
+            f"{str(file)!r} is a folder, not a configuration file"
+            if file.is_dir()
+            else f"the configuration file {str(file)!r} does not exist",
+            hint=f"did you mean {file.with_name(near[0])}?"
+            if near
+            else "give the path of a YAML file; `tinkermq env new NAME` writes one with a game",
         )
     try:
         text = file.read_text(encoding="utf-8")
@@ -356,7 +375,7 @@ def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict
         kind = "list" if isinstance(value, list) else "single value"
         raise ConfigError(
             f"{what} holds a {kind}, not a map of keys to values",
-            hint="begin with `model:` and `env:`; the repository's examples/ has one for each game",
+            hint=_HOW_TO_BEGIN,
         )
     values = cast("dict[str, Any]", value)
     _drop_empty_sections(values, model)
@@ -385,7 +404,8 @@ def apply_override(
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(
-            f"override {override!r} has no '='", hint="write it as key=value: learner.lr=1e-5"
+            f"override {override!r} has no '='",
+            hint="write key=value, without blanks: learner.lr=1e-5",
         )
     *parents, last = path = key.strip().split(".")
     place = values
@@ -413,7 +433,7 @@ def parse_config(values: dict[str, Any]) -> JobConfig:
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error.errors()), hint="see `tinkermq config schema`") from error
+        raise _refusal(error.errors()) from error
 
 
 def check_keys(values: dict[str, Any]) -> None:
@@ -429,7 +449,7 @@ def check_keys(values: dict[str, Any]) -> None:
     except ValidationError as error:
         wrong = [problem for problem in error.errors() if not _may_be_mended(problem)]
         if wrong:
-            raise ConfigError(_explain(wrong), hint="see `tinkermq config schema`") from error
+            raise _refusal(wrong) from error
 
 
 def _may_be_mended(problem: ErrorDetails) -> bool:
@@ -485,7 +505,10 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
         inner = field.annotation
         if _is_section(inner):
             if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{key} is a section, got {reprlib.repr(value)}")
+                raise ConfigError(
+                    f"{prefix}{key} is a section, got {reprlib.repr(value)}",
+                    hint=f"`tinkermq config schema {prefix}{key}` lists its keys",
+                )
             _refuse_unknown(cast("dict[str, Any]", value), inner, f"{prefix}{key}.")
 
 
@@ -523,11 +546,29 @@ def _closest(key: str, prefix: str) -> str:
     return f"did you mean {near[0]}?" if near else known
 
 
+def _refusal(problems: Sequence[ErrorDetails]) -> ConfigError:
+    """Return the error of problems, whose hint leads to the text of the first one's key."""
+    first = problems[0]
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return ConfigError(_explain(problems), hint=_HOW_TO_BEGIN)
+    key, model = "", cast("Any", JobConfig)
+    for part in first["loc"]:
+        if not _is_section(model) or str(part) not in model.model_fields:
+            break
+        key, model = f"{key}.{part}".strip("."), model.model_fields[str(part)].annotation
+    text = _explain(problems)
+    if not key:  # a rule between keys, which its text names
+        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)
+        key = next((word for word in named if word in all_keys()), "")
+    hint = f"`tinkermq config schema {key}` describes it" if key else "see `tinkermq config schema`"
+    return ConfigError(text, hint=hint)
+
+
 def _explain(problems: Sequence[ErrorDetails]) -> str:
     clauses: list[str] = []
     for problem in problems[:10]:
         where = ".".join(str(part) for part in problem["loc"])[:_MAX_KEY]
-        text = problem["msg"].removeprefix("Value error, ")
+        text = requirement(problem)
         if problem["type"] == "missing":
             clauses.append(f"{where} is missing")
         elif problem["type"] == "value_error":

@@ -105,7 +105,7 @@ AGENT_RULES = (
     Rule(
         _BRANCHES,
         lambda job: job.algorithm.branch_credit != "episode" and not job.agent.runs_programs,
-        "credits branches of agent programs, and this job runs none: remove it",
+        "credits branches of agent programs, and this run has none: remove it",
     ),
     Rule(
         _BRANCHES,
@@ -143,7 +143,7 @@ AGENT_RULES = (
     Rule(
         "generator.segment_tokens",
         _of_programs(lambda job: job.generator.segment_tokens),
-        "has no effect in an agent job, where each call is written down: remove it",
+        "has no effect in an agent run, where each call is written down: remove it",
     ),
     Rule(
         "env.reward.source={env.reward.source}",
@@ -157,13 +157,13 @@ AGENT_RULES = (
 _WITHOUT_PLACES = Rule(
     "algorithm.advantage={algorithm.advantage}",
     lambda job: job.algorithm.advantage in _BY_CALL and not job.agent.runs_programs,
-    "follows rewards from turn to turn, and only in an agent job rows say which call led to which: "
+    "follows rewards from turn to turn, and only in an agent run rows say which call led to which: "
     "choose an advantage of whole episodes, such as grpo, rloo or reinforce_pp_baseline",
 )
 
 
 def why_no_rows(job: "JobConfig") -> str | None:
-    """Return why a job cannot train episodes of several rows; None: it can."""
+    """Return why a run cannot train episodes of several rows; None: it can."""
     rules = (*_ROWS, _WITHOUT_PLACES)
     return next((rule.sentence(job) for rule in rules if rule.when(job)), None)
 
@@ -227,7 +227,7 @@ def _one_turn(job: "JobConfig") -> bool:
 
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
     return (
-        Rule(key, lambda job: when(job) and job.sft.data, "has no effect in an SFT job: remove it"),
+        Rule(key, lambda job: when(job) and job.sft.data, "has no effect in an SFT run: remove it"),
         Rule(
             key,
             lambda job: when(job) and (job.policies or job.self_play.past_share),
@@ -278,17 +278,17 @@ _SFT_RULES = (
     Rule(
         "algorithm.loss=sft",
         lambda job: job.algorithm.loss == "sft" and not job.sft.data,
-        "needs sft.data, and a job of kind sft",
+        "needs sft.data, and a run of kind sft",
     ),
     Rule(
         "policies",
         lambda job: job.policies and job.sft.data,
-        "of an SFT job are not built: train them by reinforcement, or one policy",
+        "of an SFT run are not built: train them by reinforcement, or one policy",
     ),
     Rule(
         "self_play.past_share",
         lambda job: job.self_play.past_share and job.sft.data,
-        "has no effect in an SFT job: remove it",
+        "has no effect in an SFT run: remove it",
     ),
     Rule(
         "algorithm.reference",
@@ -513,13 +513,13 @@ RULES = (
     Rule(
         "placement=colocated",
         lambda job: job.placement == "colocated" and job.sft.data and not job.generator_slots,
-        "has no effect in an SFT job that its generator does not validate, and so holds no slot: "
+        "has no effect in an SFT run that its generator does not validate, and so holds no slot: "
         "remove it",
     ),
     Rule(
         "generator.sleep=always",
         lambda job: job.generator.sleep == "always" and job.sft.data,
-        "is not built for SFT jobs, whose learner does not wait for the engine: remove it",
+        "is not built for SFT runs, whose learner does not wait for the engine: remove it",
     ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(

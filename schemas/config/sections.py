@@ -127,7 +127,7 @@ def given_section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def with_implied(
     tree: Mapping[str, Any], implied: Mapping[str, Mapping[str, Any]], kind: str
 ) -> dict[str, Any]:
-    """Return a tree with keys whose values follow from the kind of job.
+    """Return a tree with keys whose values follow from the kind of run.
 
     Raises ValueError for one of them that has another value.
     """
@@ -507,7 +507,7 @@ def is_url(value: str) -> bool:
 
 
 def model_paths(job: "JobConfig") -> dict[str, str]:
-    """Return the models that a job names, by key."""
+    """Return the models that a run names, by key."""
     named = {
         "model.path": job.model.path,
         "model.tokenizer": job.model.tokenizer,

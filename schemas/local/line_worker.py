@@ -62,12 +62,13 @@ class LineWorker:
         Raises WorkerEnded if the process ends, or has not answered after `limit_s`; it is ended.
         """
         until = None if limit_s is None else time.monotonic() + limit_s
-        answer = bytearray()
+        answer, poll = bytearray(), select.poll()
+        poll.register(self._stdout, select.POLLIN)
         with contextlib.suppress(OSError):
             write_all(self._stdin.fileno(), json.dumps(message).encode() + b"\n")
             while not answer.endswith(b"\n"):
                 left_s = None if until is None else max(0.0, until - time.monotonic())
-                if not select.select([self._stdout], [], [], left_s)[0]:
+                if not poll.poll(None if left_s is None else 1000 * left_s):
                     break
                 if not (chunk := self._stdout.read(1 << 16)):
                     break

@@ -436,7 +436,7 @@ class WandbTracker(Tracker):
         except (AuthenticationError, UsageError) as error:
             raise ConfigError(
                 f"wandb cannot start a run: {error}",
-                hint="set WANDB_API_KEY where the job is submitted, or name wandb-offline in place "
+                hint="set WANDB_API_KEY where the run is submitted, or name wandb-offline in place "
                 "of wandb in logger_backends: the files stay in the run's folder, to be sent "
                 "later by `wandb sync`",
             ) from error

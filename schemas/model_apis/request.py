@@ -40,6 +40,7 @@ from ..output_format import (
 from ..wire.codec import read_json
 from ..wire.errors import DataError, MessageError, TinkermqError
 from ..wire.images import encoded_image
+from ..wire.message import requirement
 from .canonical import CanonicalCall, ModelMessage, joined
 from .neutral import asks_nothing, is_label
 
@@ -478,7 +479,7 @@ def read_structure(fields: Fields) -> OutputFormat | None:
     try:
         return OutputFormat.model_validate({"choices" if name == "choice" else name: value})
     except ValidationError as error:
-        raise RequestError(f"{place}: {error.errors()[0]['msg']}", param=place) from error
+        raise RequestError(f"{place} {requirement(error.errors()[0])}", param=place) from error
 
 
 def _schema_of(value: Any, place: str) -> Any:
@@ -760,4 +761,4 @@ def bounds_error(error: ValidationError, api: str) -> RequestError:
     problem = error.errors()[0]
     place = str(problem["loc"][0]) if problem["loc"] else ""
     param = _NAMES.get((api, place)) or _NAMES.get(("", place), place)
-    return RequestError(f"the parameter {param!r} cannot be used: {problem['msg']}", param=param)
+    return RequestError(f"the parameter {param!r} {requirement(problem)}", param=param)

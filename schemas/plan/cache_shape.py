@@ -102,6 +102,14 @@ def layer_kinds(text: Mapping[str, Any]) -> list[str]:
     return ["full_attention" if layer in full else other for layer in range(num)]
 
 
+def has_recurrent_layers(text: Mapping[str, Any]) -> bool:
+    """Return whether a configuration names recurrent layers."""
+    try:
+        return not _RECURRENT.isdisjoint(layer_kinds(text))
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 def _full_layers(text: Mapping[str, Any], num: int) -> set[int]:
     """Return the layers of full attention in a configuration that does not list kinds."""
     if (every := text.get("full_attention_interval")) is not None:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ..wire.errors import ModelError
-from .cache_shape import text_config
+from ..wire.errors import ConfigError, ModelError
+from .cache_shape import has_recurrent_layers, text_config
 from .model_shape import count_positions
 
 _NO_DECODER = re.compile(r"For(?!CausalLM|ConditionalGeneration|ImageTextToText|Multimodal)\w+\Z")
@@ -69,6 +69,74 @@ def refuse_long_windows(path: str, config: Mapping[str, Any]) -> None:
             hint="correct sliding_window or max_position_embeddings in config.json: one of them "
             "belongs to another model",
         )
+
+
+_WITH_SINKS = frozenset(
+    {"deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
+)
+SINKS = "its attention has sinks"
+_CHUNKED = frozenset({"llama4_text"})
+_WITH_INDEX = frozenset({"axk2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "qwen4_exp"})
+"""Families whose configuration need not name the kind of its layers."""
+
+
+def needs_masks(text: Mapping[str, Any]) -> str | None:
+    """Return why kernels without masks cannot compute a model; None: they can, as far as is known.
+
+    `text` is the text part of its config.json, which may leave out the kinds of layers.
+    """
+    kind, layers = text.get("model_type"), text.get("layer_types")
+    if kind in _WITH_SINKS:
+        return SINKS
+    if "chunked_attention" in layers if layers else kind in _CHUNKED:
+        return "its attention is chunked"
+    if has_index(text):
+        return "its attention chooses keys by an index, in a mask"
+    return None
+
+
+def has_index(text: Mapping[str, Any]) -> bool:
+    """Return whether layers choose the keys that they see (DeepSeek V3.2)."""
+    return text.get("model_type") in _WITH_INDEX or "indexed_attention" in (
+        text.get("layer_types") or ()
+    )
+
+
+def refuse_without_masks(attention: str, reason: str | None) -> None:
+    """Raise ConfigError for a `model.attn_implementation` without masks, if a model needs them."""
+    if reason is not None and attention not in ("auto", "sdpa"):
+        raise ConfigError(
+            f"model.attn_implementation={attention} cannot compute this model: {reason}",
+            hint="set model.attn_implementation=sdpa, or auto",
+        )
+
+
+def refuse_dividing(text: Mapping[str, Any], size: int, *, is_recurrent: bool = False) -> None:
+    """Raise ConfigError unless `size` processes can share the columns of a model's rows.
+
+    `is_recurrent`: it has recurrent layers that its configuration does not name.
+    """
+    refused = f"learner.context_parallel={size} cannot divide"
+    if is_recurrent or has_recurrent_layers(text):
+        raise ConfigError(
+            f"{refused} this model: it has recurrent layers, whose state passes through all "
+            "columns of a row in order",
+            hint="set learner.context_parallel=1",
+        )
+    if has_index(text):
+        raise ConfigError(
+            f"{refused} this model: an index over all columns chooses the keys of its attention",
+            hint="set learner.context_parallel=1",
+        )
+    for name, numbers in text.items():
+        if not name.endswith(("attention_heads", "key_value_heads")):
+            continue
+        for number in cast("list[Any]", numbers if isinstance(numbers, list) else [numbers]):
+            if isinstance(number, int) and number % size:
+                raise ConfigError(
+                    f"{refused} a model with {name}={number}",
+                    hint="choose a divisor of its numbers of heads",
+                )
 
 
 _NOT_RECURRENT = (

@@ -576,7 +576,7 @@ def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
     if needed <= cards.num:
         return
     raise PlacementError(
-        f"the job needs {needed} cards, {job.learner.slots} for the learner and "
+        f"the run needs {needed} cards, {job.learner.slots} for the learner and "
         f"{needed - job.learner.slots} for generators, and {cards} has {cards.num}: these "
         "cannot share a card",
         hint="lower learner.slots, generator.count or generator.slots, take more cards, or set "

@@ -3,7 +3,7 @@
 The plan and the actors use the same code to choose them, from the estimates of `memory.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import floor
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from ..config.job import JobConfig
 from ..config.sections import resolve_dtype
 from ..wire.errors import ConfigError, ModelError
 from . import memory, model_refusals, model_shape
+from .cache_shape import text_config
 from .cards import GpuCard
 
 _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
@@ -99,9 +100,10 @@ def _shapes(paths: Iterable[str]) -> tuple[model_shape.ModelShape, ...] | None:
 def refuse_models(job: JobConfig, *, trains: bool = True) -> None:
     """Raise ModelError for a model of a job that cannot be used, as its config.json says.
 
-    Such as one without a decoder, or with fewer positions than the job's sequences. A model without
-    a local config.json passes: the job's actors check it. Services of the Tinker API use the
-    lengths of each request, and conversations without validation the lengths of their rows.
+    Such as one without a decoder, or with fewer positions than the job's sequences; ConfigError for
+    keys of the learner that do not fit its layers. A model without a local config.json passes: the
+    job's actors check it. Services of the Tinker API use the lengths of each request, and
+    conversations without validation the lengths of their rows.
     """
     algorithm = job.algorithm
     played = [job.model.path, *job.policies.values()]
@@ -117,12 +119,23 @@ def refuse_models(job: JobConfig, *, trains: bool = True) -> None:
         if trains or job.generator.engine == "transformers":
             model_refusals.refuse_quantised(path, config)
         model_refusals.refuse_long_windows(path, config)
+        if trains:
+            _refuse_layers(job, config)
         if path in played and job.generator.count and job.generator.engine == "vllm":
             stays = bool(job.lora.rank) or not trains
             model_refusals.refuse_in_vllm(path, config, adapts=stays)
         if is_bounded:
             positions = model_shape.count_positions(config)
             model_shape.refuse_long_sequences(path, max_tokens, positions)
+
+
+def _refuse_layers(job: JobConfig, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys of the learner that do not fit a model's layers."""
+    text, size = text_config(config), job.learner.context_parallel
+    reason = model_refusals.needs_masks(text)
+    model_refusals.refuse_without_masks(job.model.attn_implementation, reason)
+    if size > 1:
+        model_refusals.refuse_dividing(text, size)
 
 
 # -- settings --------------------------------------------------------------------------------------

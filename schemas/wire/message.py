@@ -1,5 +1,6 @@
 """Base of all messages: a pydantic model that travels as a msgpack map with a version."""
 
+import re
 import reprlib
 import secrets
 import time
@@ -13,7 +14,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ErrorDetails
 from ulid import ULID
 
 from ..version import VERSION
@@ -187,8 +188,37 @@ def summarize(error: ValidationError) -> str:
             continue
         where = ".".join(str(part)[:_MOST_CHARS] for part in problem["loc"]) or "value"
         shown = _short.repr(problem.get("input"))
-        clauses.append(f"{where}: {problem['msg'][:_MOST_CHARS]} (got {shown})")
+        clauses.append(f"{where}: {requirement(problem)[:_MOST_CHARS]} (got {shown})")
     return "; ".join(clauses)
+
+
+_WORDS = (
+    (r"^\w+ should ", "must "),
+    (", unable to (parse|interpret).*", ""),
+    ("a valid dictionary.*", "a map"),
+    ("a valid integer", "an integer"),
+    ("a valid string", "a text"),
+    (" valid ", " "),
+    ("greater than or equal to", "≥"),
+    ("less than or equal to", "≤"),
+    ("greater than", ">"),
+    ("less than", "<"),
+    ("^Field required", "is missing"),
+    ("^Extra inputs are not permitted", "is not a known key"),
+)
+
+
+def requirement(problem: ErrorDetails) -> str:
+    """Return what one of pydantic's errors asks of a value, such as `must be an integer`."""
+    if problem["type"] == "value_error":  # a text of our own
+        return problem["msg"].removeprefix("Value error, ")
+    text = problem["msg"]
+    for theirs, ours in _WORDS:
+        text = re.sub(theirs, ours, text)
+    value = problem.get("input")
+    if problem["type"] == "list_type" and isinstance(value, str) and len(value) < _MOST_CHARS:
+        text += f", as in [{value}]"
+    return text
 
 
 class _Short(reprlib.Repr):

@@ -339,6 +339,10 @@ class JobScope:
         """Subject of `chat`, `complete` or `play` at any server, or of `cancel` at all of them."""
         return self._subject(f"infer.{verb}")
 
+    def infer_at(self, actor: str, verb: str) -> str:
+        """Subject of `chat` or `complete` at one server, which refuses what would wait there."""
+        return self._subject(f"infer.{verb}.{actor}")
+
     def rank(self, actor: str, verb: str) -> str:
         """Subject of `begin`, `order-<process>` or `look-<process>`: learner to rank."""
         return self._subject(f"rank.{actor}.{verb}")

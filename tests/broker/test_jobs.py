@@ -75,7 +75,7 @@ async def test_a_job_is_found_by_its_id_and_by_the_name_of_its_run(
     job = await made(broker, user)
     assert await store.get(user, "j1") == job
     assert await store.get(user, "run-j1") == job
-    with pytest.raises(NotFoundError, match="has no job or run 'j2'"):
+    with pytest.raises(NotFoundError, match="has no run 'j2'"):
         await store.get(user, "j2")
     with pytest.raises(NotFoundError):
         await store.get("somebody-else", "j1")

@@ -684,7 +684,7 @@ async def test_a_job_that_does_not_train_has_no_checkpoint_to_write(
 ) -> None:
     changes = {"kind": kind, "state": state}
     record = new_record(JobScope("local", "a")).model_copy(update=changes)
-    with pytest.raises(StateError, match=f"job run-of-a {told}"):
+    with pytest.raises(StateError, match=f"run run-of-a {told}"):
         await write_checkpoint(broker, record)
 
 

@@ -118,7 +118,7 @@ def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
     config.write_text("env: {game: guess}\n")
     done = cli("agent", "check", str(config))
     assert done.code == 2
-    assert "this job has no program: agent.command is empty" in done.err
+    assert "this run has no program: agent.command is empty" in done.err
 
 
 # -- other commands --------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def _trace(step: int, wait_s: float) -> StepTrace:
 
 
 async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
-    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli, tmp_path: Path
 ) -> None:
     words = ("profile", run.name, "--nats-url", broker.url)
     assert "has no traces: none of its steps is over" in (await aside(cli, *words)).err
@@ -312,6 +312,12 @@ async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
     assert (both.code, "give one of them at a time" in both.err) == (2, True)
     asked = await aside(cli, *words, "--torch-profiler")
     assert (asked.code, "the learner's next steps" in asked.err) == (2, True)
+    timeline = tmp_path / "steps.json"
+    assert (await aside(cli, *words, "--to", str(timeline))).code == 0
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert [one["args"]["tinkermq.step"] for one in events if one["name"] == "step"] == [1, 2, 3]
+    absent = await aside(cli, *words, "--to", str(tmp_path / "no" / "steps.json"))
+    assert (absent.code, "cannot be written: No such file" in absent.err) == (1, True)
 
 
 async def test_an_ended_run_is_advised_no_scaling(

@@ -368,6 +368,24 @@ def test_a_bottleneck_that_stays_the_same_is_told_once(
     assert capsys.readouterr().out == shown
 
 
+def test_a_change_of_state_is_one_line(
+    progress: RunProgress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = LineDisplay(progress)
+    queued = progress.record.model_copy(update={"state": "QUEUED", "reason": "waits for a node"})
+    running = queued.model_copy(update={"state": "RUNNING", "reason": "all actors run"})
+    told: list[Event | JobRecord] = []
+    for record in (queued, running):
+        kind = f"job_{record.state.lower()}"
+        event = Event(kind=kind, source="scheduler", time=0, message=record.reason)
+        told += [record, event] if record is queued else [event, record]
+    for update in told:
+        display.show(update)
+    states = ("QUEUED waits for a node", "RUNNING all actors run")
+    shown = "".join(f"{queued.name} {state}\n" for state in states)
+    assert capsys.readouterr().out == shown
+
+
 def test_rewards_are_averaged_to_the_width_of_the_display(progress: RunProgress) -> None:
     for step in range(1, 101):
         progress.add_metric(metric(step))
@@ -618,7 +636,7 @@ async def test_a_group_enters_the_log_under_a_reserved_number(
     ("group", "message"),
     [
         ([episode()], "2 trajectories, this has 1"),
-        ([], "a group of this job has"),
+        ([], "a group of this run has"),
         ([episode(token_ids=[1, 2, 3, 4, 100])] * 2, "token_ids must be from 0 to 99"),
         ([episode(version=9)] * 2, "versions of generated tokens must be from 0 to 3"),
         ([episode(logprobs=[0, 0.5, -1, 0, -1])] * 2, "logprobs of generated tokens"),

@@ -1,8 +1,7 @@
-"""Games that own a file while they live, as others own a session, a simulator or a licence."""
+"""Games that own a file until they close, as others own a session, a simulator or a licence."""
 
 import asyncio
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +17,8 @@ class OwningGame(CountingGame):
     def __init__(self, folder: str) -> None:
         super().__init__(trouble_at=0)
         self._folder = Path(folder)
+        self._owned: list[Path] = []
+        self._itself = self  # so that it is not collected soon
 
     def reset(self, **_: Any) -> str:
         time.sleep(RESET_S / 2)
@@ -28,7 +29,11 @@ class OwningGame(CountingGame):
     def _take(self) -> None:
         owned = self._folder / uuid4().hex
         owned.touch()
-        weakref.finalize(self, owned.unlink)
+        self._owned.append(owned)
+
+    def close(self) -> None:
+        for owned in self._owned:
+            owned.unlink()  # raises if it is called twice
 
 
 _Owner: Any = OwningGame  # an async game's methods return what is awaited

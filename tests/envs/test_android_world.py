@@ -1,6 +1,5 @@
 """AndroidWorld against a stand-in at the edge to the devices; nothing here ran on an emulator."""
 
-import gc
 import json
 import random
 
@@ -15,19 +14,22 @@ from tinkermq.schemas.wire.errors import GameError
 SAVE = {"devices": "phone:OnePhone", "tasks": ["SaveNote"]}
 
 
+GAMES: list[AndroidWorldGame] = []
+
+
 @pytest.fixture(autouse=True)
 def torn_down():
     """Every episode of a test gives its device back."""
     phone.SaveNote.log.clear()
-    gc.freeze()  # leaves what was there before, torch among it, out of the collections
     yield
-    gc.collect()
-    gc.unfreeze()
+    while GAMES:
+        GAMES.pop().close()
     assert phone.SaveNote.log.count("initialize") == phone.SaveNote.log.count("tear down")
 
 
 def opened(seed=0, **arguments):
     game = AndroidWorldGame(**{**SAVE, **arguments})
+    GAMES.append(game)
     return game, open_game(game, seed=seed, record=None, kwargs={})[-1]["content"]
 
 
@@ -51,6 +53,7 @@ def test_goal_and_screen_of_the_prompt_are_those_of_the_device():
 def test_a_task_that_is_done_when_the_policy_says_so_pays_ten_and_is_torn_down():
     game, _ = opened()
     end = solve(game)
+    game.close()
     assert (end.reward, end.done, end.info["success"]) == (10.0, True, True)
     assert end.info["type"] == "SaveNote"
     assert phone.SaveNote.log == ["initialize", "tear down"]
@@ -112,8 +115,7 @@ def test_a_seed_gives_the_same_goal_and_leaves_the_global_generator_alone():
     for seed in (1, 2, 3, 4, 1):
         game, _ = opened(seed=seed)
         goals.append(game.get_state()["goal"])
-        del game
-        gc.collect()
+        game.close()
     assert goals[0] == goals[4]
     assert len(set(goals)) > 1
     assert random.getstate() == before
@@ -124,8 +126,7 @@ def test_every_task_of_the_registry_is_drawn():
     for seed in range(8):
         game, _ = opened(seed=seed, tasks=None)
         names.add(game.get_state()["task"])
-        del game
-        gc.collect()
+        game.close()
     assert names == {"SaveNote", "CountNotes"}
 
 
@@ -135,6 +136,7 @@ def test_a_device_plays_one_episode_at_a_time():
         opened()
     assert "generator.max_episodes" in caught.value.hint
     solve(first)
+    first.close()
     opened()
 
 

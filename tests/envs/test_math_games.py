@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import io
 import json
 import os
@@ -160,8 +159,7 @@ def test_variables_last_one_turn_unless_they_are_kept():
     for game, words in ((forgetful, "NameError"), (keeping, "3")):
         assert game.step(fenced("x = 3", "x")).observation.endswith("3")
         assert words in game.step(fenced("x")).observation
-    del keeping, game
-    gc.collect()
+    keeping.close()
     assert sandboxes() <= before
 
 

@@ -119,7 +119,7 @@ def refusal(tmp_path: Path, **files: str | None) -> DataError:
         ({"task.toml": "a = 1\nb = = 2"}, "{folder}/task.toml is not valid TOML: .*line 2"),
         (
             {"task.toml": '[metadata]\na = 1\n[verifier]\ntimeout_sec = "soon"\n'},
-            "{folder}/task.toml:4: verifier.timeout_sec: Input should be a valid number",
+            "{folder}/task.toml:4: verifier.timeout_sec: must be a number",
         ),
         (
             {"task.toml": "[verifier]\ntimeout_sec = nan\n"},

@@ -109,27 +109,6 @@ async def test_a_node_that_hangs_while_its_learner_trains_on_hands_its_job_over(
         assert job.record.losses == 1
 
 
-@pytest.mark.full
-async def test_a_rank_of_the_learner_killed_amid_training(
-    stack: Stack, model: Path, gate: Gate
-) -> None:
-    learner = {"slots": 2, "ranks": 2}
-    job = await stack.submit(small_job(model, env=gate.env(4), learner=learner))
-    await job.until_step(4)
-    await job.until_event("checkpoint_saved")  # of both ranks, at step 3
-    pid = await job.pid("learner")
-    [rank] = psutil.Process(await job.pid("rank-1")).children()
-    rank.kill()
-    gate.open()
-    recovered = await job.until_event("training_recovered")
-    assert recovered.data["step"] >= 3
-    assert not alive(pid)
-    log = (job.run_dir / "logs" / "attempt_1" / "learner.log").read_text()
-    assert "rank-1" in log
-    assert "its process ended with code -9" in log
-    await assert_nothing_lost(job)  # replays it with two ranks
-
-
 PPO = {
     "rollout": {"max_turns": 3, "max_response_tokens": 64},
     "algorithm": {"advantage": "gae", "sample": "turn", "gamma": 0.9, "filter_equal_rewards": True},

@@ -44,7 +44,7 @@ def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     ("values", "told"),
     [
         ({"training": {"batch_size": "four"}}, r"training\.batch_size='four'"),
-        ({"training": {"batch_size": 0}}, r"training\.batch_size=0: .*greater than or equal to 1"),
+        ({"training": {"batch_size": 0}}, r"training\.batch_size=0: must be ≥ 1"),
         ({"algorithm": {"advantage": "nope"}}, r"algorithm\.advantage='nope': .*'grpo'"),
         ({"env": {"train_data": "rows.jsonl"}}, r"env\.train_data='rows.jsonl'"),
         ({"name": "No Name"}, r"name='No Name'"),

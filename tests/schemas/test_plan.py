@@ -413,7 +413,7 @@ def test_two_actors_on_one_card_without_shares_are_refused(models: Path) -> None
     refusal = plan_of(job_of(models / "0.5B", placement="separate"), "H100").refusal
     assert refusal is not None
     assert refusal.message == (
-        "the job needs 2 cards, 1 for the learner and 1 for generators, and 1xH100 has 1: these "
+        "the run needs 2 cards, 1 for the learner and 1 for generators, and 1xH100 has 1: these "
         "cannot share a card"
     )
     assert "placement=colocated" in refusal.hint

@@ -26,8 +26,8 @@ from tinkermq.actors.training.varlen import choose_attention, set_attention
 from tinkermq.schemas.checks import run_checks
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
+from tinkermq.schemas.plan import model_refusals
 from tinkermq.schemas.plan.cache_shape import cache_widths
-from tinkermq.schemas.plan.model_refusals import STALE_IN_VLLM, VLLM_REFUSALS
 from tinkermq.schemas.wire.errors import TinkermqError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -179,12 +179,12 @@ BY_TRANSFORMERS = (
 
 def vllm_of(family: str) -> str:
     """Return the table's cell about vLLM."""
-    if family in VLLM_REFUSALS:
+    if family in model_refusals.VLLM_REFUSALS:
         return "no"
     computed = "transformers' class" if family in BY_TRANSFORMERS else "own class"
     notes = {
         "compared": family in COMPARED_IN_VLLM,
-        "with LoRA alone": family in STALE_IN_VLLM,
+        "with LoRA alone": family in model_refusals.STALE_IN_VLLM,
         "not on CPUs": family in NOT_ON_CPUS,
     }
     return ", ".join([computed, *(note for note, is_so in notes.items() if is_so)])
@@ -349,6 +349,8 @@ def _learner(model: PreTrainedModel) -> str:
 
 def _scorer(model: PreTrainedModel) -> Scorer:
     cpu, reason, config = torch.device("cpu"), needs_masks(model), model.config.get_text_config()
+    # a submission is judged by config.json alone, which may name the family and no kinds of layers
+    assert reason == model_refusals.needs_masks({"model_type": config.model_type})
     set_attention(model, choose_attention("auto", config, cpu, torch.float32, reason), cpu)
     return Scorer(model, temperature=1.0)
 

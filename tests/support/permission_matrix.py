@@ -57,6 +57,7 @@ _VERBS = {
     "env": ("step", "close"),
     "episode": ("call", "cancel", "delivered", "post"),
     "infer": ("chat", "complete", "play", "cancel"),
+    "infer_at": ("chat",),
     "rank": ("begin", "order-rank-0"),
     "snapshot": ("find", "fetch"),
 }

@@ -376,7 +376,7 @@ async def test_what_nodes_and_scheduler_lack_is_all_told_and_the_first_is_the_er
     assert "/no/such/model" in told.out
     assert "there is no file /no/rows.jsonl  (node node)" in told.out
     assert "there is no module 'none' for game 'none.such:Game'  (node node)" in told.out
-    assert "the job needs 1001 slots" in told.out
+    assert "the run needs 1001 slots" in told.out
 
 
 async def test_a_name_that_is_taken_or_a_run_that_is_not_there_is_the_schedulers_to_tell(
@@ -384,7 +384,7 @@ async def test_a_name_that_is_taken_or_a_run_that_is_not_there_is_the_schedulers
 ) -> None:
     told = await dry_run(stack, tmp_path, small_job(model), "--from", "no-such-run@40", apart=False)
     assert told.code == 2
-    failed = "user 'local' has no job or run 'no-such-run'  (scheduler)"
+    failed = "user 'local' has no run 'no-such-run'  (scheduler)"
     assert re.search(rf"^fail job +{re.escape(failed)}$", told.out, re.MULTILINE)
 
 

@@ -110,7 +110,7 @@ async def test_the_gateway_serves_a_real_model_to_the_official_client(
 ) -> None:
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
-            str(model), max_model_len=256, config={"output_dir": str(tmp_path)}
+            str(model), num_gpus=2, max_model_len=256, config={"output_dir": str(tmp_path)}
         )
         chat = ChatTokenizer(load_tokenizer(str(model)))
         async with openai_client(stack.broker) as openai:

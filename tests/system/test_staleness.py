@@ -15,7 +15,7 @@ from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.schemas.rollout import Group, num_too_old
 from tinkermq.schemas.task import BatchRecord
 
-from tests.support.configs import small_job
+from tests.support.configs import UNHURRIED, small_job
 from tests.support.jobs import Job
 from tests.support.models import plain_logprobs
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
@@ -53,6 +53,7 @@ async def run_of(
             model,
             env=COIN,
             algorithm={"filter_equal_rewards": True},
+            generator={"adapt_episodes": True},
             training={"max_staleness": 0, "num_steps": 10},
         ),
         "drop_1": straggling(1, "drop"),
@@ -105,6 +106,22 @@ async def test_without_staleness_every_token_is_on_policy(run_of: RunOf, model: 
             assert metric.values["staleness/abs_log_ratio/lag_0"] < 1e-4
             assert abs(metric.values["staleness/max_ratio/lag_0"] - 1) < 1e-4
     await asyncio.to_thread(_assert_first_batch_is_of_the_initial_model, model, steps[0][1])
+
+
+async def test_a_generator_shows_how_many_groups_its_cache_admits(
+    shared_stack: Stack, model: Path
+) -> None:
+    config = small_job(model, env=UNHURRIED, generator={"adapt_episodes": True})
+    job = await shared_stack.submit(config)
+
+    async def limits() -> list[float]:
+        actors = (await job.actors()).values()
+        return [
+            actor.numbers["groups_limit"] for actor in actors if "groups_limit" in actor.numbers
+        ]
+
+    assert await job.eventually(limits, "a generator's groups_limit") == [64 / 4]
+    await job.stop(now=True)
 
 
 def _assert_first_batch_is_of_the_initial_model(model: Path, groups: list[Group]) -> None:

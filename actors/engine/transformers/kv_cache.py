@@ -41,6 +41,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ....schemas.wire.array import IntVector
 from ...policy.layers import attend_for_transformers
+from ..engine import num_equal
 
 PREFIX_CACHE_BYTES = 1 << 30
 """Memory for the caches of conversations between two turns."""
@@ -246,6 +247,11 @@ class SlotCache(Cache):
     def continues(self) -> bool:
         """Whether the rows of this pass continue what their slots have."""
         return self._pass is not None and self._pass.continues
+
+    @property
+    def used_share(self) -> float:
+        """Share of `max_cells` that rows use; 0 if memory is not bounded."""
+        return self._num_rows * self._longest / self.max_cells if self.max_cells else 0.0
 
     def admits(self, num_rows: int, longest: int) -> bool:
         """Whether rows of this length fit into memory; one always does."""
@@ -593,18 +599,12 @@ class PromptCache:
 
         Recurrent states are those of its last token alone.
         """
-        shared = _num_equal(prompt[:-1], other)
+        shared = num_equal(prompt[:-1], other)
         return shared if not self._shape.slot_bytes or shared == len(other) else 0
 
     def clear(self) -> None:
         """Forget all."""
         self._prompts.clear()
-
-
-def _num_equal(left: IntVector, right: IntVector) -> int:
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 class PrefixCache:
@@ -618,6 +618,8 @@ class PrefixCache:
         self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self.num_bytes = 0
         """Memory of all of them."""
+        self.num_evicted = 0
+        """Caches that were dropped, or not kept, for lack of room."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -626,11 +628,13 @@ class PrefixCache:
         """Keep a cache; the oldest ones are dropped."""
         self.drop(conversation)
         if prefix.states.nbytes > self._max_bytes:
+            self.num_evicted += 1
             return
         self._prefixes[conversation] = prefix
         self.num_bytes += prefix.states.nbytes
         while self.num_bytes > self._max_bytes:
             self.drop(next(iter(self._prefixes)))
+            self.num_evicted += 1
 
     def resume(
         self, conversation: str, prompt: IntVector, images: bytes | None = None, serial: int = 0

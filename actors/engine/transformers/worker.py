@@ -207,6 +207,7 @@ class EngineWorker:
         self._asleep: OffloadedWeights | None = None
         self._slept_at = 0.0
         self._meter = engine.Meter()
+        self._meter.cache_tokens = decoder.cache.max_cells or 0
 
     def do(self, command: Callable[[], None]) -> None:
         """Run a command in the engine's thread, between two ticks."""
@@ -322,12 +323,15 @@ class EngineWorker:
 
     def stats(self) -> engine.EngineStats:
         """Read the counters; safe in any thread."""
+        cache = self._decoder.cache
+        self._meter.evicted = self._prefix_cache.num_evicted
+        self._meter.cache_share = cache.used_share
         return self._meter.stats(
             version=self.version,
             running=self._rows.num,
             waiting=len(self._waiting),
             cached_prefixes=len(self._prefix_cache),
-            cache_bytes=self._decoder.cache.num_bytes
+            cache_bytes=cache.num_bytes
             + self._prefix_cache.num_bytes
             + self._prompt_cache.num_bytes,
             weight_bytes=self._weights.held_bytes,

@@ -23,6 +23,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
@@ -49,6 +50,7 @@ from ....schemas.wire.errors import EngineError, ModelError
 from ...policy.devices import own_device
 from .. import gpu_requirements
 from ..engine import (
+    ROOM,
     Concurrency,
     Drawn,
     Generation,
@@ -63,6 +65,7 @@ from ..engine import (
 from .constraints import PROCESSOR
 from .request import (
     ShownImages,
+    Turns,
     VllmRequest,
     drawn_of,
     generation_of,
@@ -176,25 +179,6 @@ def settle_environment(config: GeneratorConfig) -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
-_FREED_S = 30.0
-"""Time for the memory of an ended process to become free."""
-
-
-async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
-    """Raise ConfigError or EngineError for a GPU on which vLLM would not start."""
-    own_device()
-    card = await asyncio.to_thread(gpu_requirements.read_own_gpu)
-    gpu_requirements.check_instances(config, card)
-    gpu_requirements.check_kernels(config, card)
-    share = engine_share(config, num_engines)
-    deadline = time.monotonic() + _FREED_S
-    while card is not None and (error := gpu_requirements.lack_of_memory(card, share)) is not None:
-        if time.monotonic() > deadline:
-            raise error
-        await asyncio.sleep(1)
-        card = await asyncio.to_thread(gpu_requirements.read_own_gpu)
-
-
 class Recorder(StatLoggerBase):
     """Reads vLLM's statistics after each of its steps."""
 
@@ -233,6 +217,9 @@ class Recorder(StatLoggerBase):
         """Do nothing."""
 
     def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
+        self.meter.cache_share = cache_share
+        if cache_share > ROOM:  # else a swap of weights preempted them
+            self.meter.evicted += preempted
         if self.limit is not None:
             is_demanded = self.limit.waiting > 0
             self.limit.concurrency.step(
@@ -260,12 +247,15 @@ class VllmModel:
         self._llm = llm
         self._sees = bool(llm.model_config.is_multimodal_model)
         cache = llm.vllm_config.cache_config
-        fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
+        self.meter.cache_tokens = int(cache.kv_cache_size_tokens or 0)
+        fits = self.meter.cache_tokens // int(llm.model_config.max_model_len)
         self.max_requests = int(llm.vllm_config.scheduler_config.max_num_seqs)
         """Maximum number of concurrent requests in vLLM."""
         self._limit = RequestLimit(Concurrency(fits, self.max_requests))
         recorder.limit = self._limit
         self._requests: dict[str, VllmRequest] = {}
+        self.turns = Turns(cache.block_size) if cache.enable_prefix_caching else None
+        """The last turns of conversations; None: nothing is kept for the next ones."""
         self._adapters: dict[str, LoRARequest] = {}
         self._numbers = itertools.count(1)
         self._poisoned = ""
@@ -304,7 +294,8 @@ class VllmModel:
 
         `ranks` are the ranks of possible adapters; `sees`: the model gets images.
         """
-        await check_gpu(config, num_engines)
+        own_device()
+        await gpu_requirements.check_gpu(config, engine_share(config, num_engines))
         settle_environment(config)
         recorder = Recorder()
         arguments = engine_arguments(
@@ -374,6 +365,7 @@ class VllmModel:
         request_id: str,
         on_token: OnToken | None,
         shown: ShownImages | None = None,
+        conversation: str | None = None,
     ) -> Generation:
         """Generate from a prompt, optionally with an adapter and images."""
         key = f"{adapter}/{request_id}"
@@ -382,6 +374,7 @@ class VllmModel:
             adapter, key, self._limit.request_place(), version
         )
         request.num_top = sampling.num_top
+        request.conversation = conversation
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
         parameters = parameters_of(sampling, seed, kind, key)
@@ -452,7 +445,11 @@ class VllmModel:
         reused = parts[-1].num_cached_tokens or 0
         self.meter.reused += reused
         self.meter.prefilled += len(tokens) - reused
-        return generation_of(request, parts)
+        generation = generation_of(request, parts)
+        if self.turns is not None and request.conversation is not None:
+            turn = np.concatenate([tokens, generation.token_ids])
+            self.meter.evicted += self.turns.note(request.conversation, salt, turn, reused)
+        return generation
 
     async def _outputs(
         self,

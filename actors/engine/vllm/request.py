@@ -27,9 +27,10 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.input_processor import InputProcessor
 
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError
 from ...policy.vision import Images
-from ..engine import FinishReason, Generation, PromptScores, Sampling
+from ..engine import FinishReason, Generation, PromptScores, Sampling, num_equal
 from .constraints import constraint_arguments
 
 _FINISH: Mapping[str | None, FinishReason] = {
@@ -53,6 +54,8 @@ class VllmRequest:
         self._starts = [(0, version)]
         """Versions that draw its tokens, each with its first token's number."""
         self._num_streamed = 0
+        self.conversation: str | None = None
+        """The conversation that it is a turn of."""
         self.num_top = 0
         """Number of likeliest tokens to report at each position."""
         self.cancelled = False
@@ -74,6 +77,28 @@ class VllmRequest:
             del self._starts[0]
         self._num_streamed += 1
         return self._starts[0][1]
+
+
+class Turns:
+    """Finds out which conversations vLLM has evicted between two turns."""
+
+    def __init__(self, block_tokens: int) -> None:
+        """vLLM's cache has blocks of so many tokens."""
+        self._slack = 2 * block_tokens
+        self._last: dict[str, tuple[str, IntVector]] = {}
+
+    def note(self, conversation: str, salt: str, tokens: IntVector, reused: int) -> bool:
+        """Note a turn's prompt and answer, of which the cache had `reused` tokens.
+
+        Returns whether it had more of them after the last turn, with the same salt.
+        """
+        before, known = self._last.get(conversation, (salt, tokens[:0]))
+        self._last[conversation] = salt, tokens
+        return before == salt and reused + self._slack < num_equal(known, tokens)
+
+    def forget(self, conversation: str) -> None:
+        """Forget a conversation that has ended."""
+        self._last.pop(conversation, None)
 
 
 def parameters_of(

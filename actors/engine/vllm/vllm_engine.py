@@ -125,7 +125,7 @@ class VllmEngine:
     ) -> Generation:
         """Generate from a prompt; see `engine.AdapterEngine.generate`.
 
-        `conversation` is ignored: the turns' common prefix is found in the cache.
+        The common prefix of a conversation's turns is found in the cache without its name.
         """
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
@@ -138,7 +138,9 @@ class VllmEngine:
             if sampling.seed is not None:
                 seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
             result = await self._unless_ended(
-                self._model.generate(name, prompt, sampling, seed, request_id, on_token, shown)
+                self._model.generate(
+                    name, prompt, sampling, seed, request_id, on_token, shown, conversation
+                )
             )
         finally:
             self._pending.pop(request_id, None)
@@ -311,7 +313,9 @@ class VllmEngine:
             self._model.cancel(self._pending[request_id], request_id)
 
     def release(self, conversation: str) -> None:
-        """Do nothing: vLLM's cache evicts the least recently used blocks itself."""
+        """Forget a conversation; vLLM evicts the least recently used blocks itself."""
+        if self._model.turns is not None:
+            self._model.turns.forget(conversation)
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics; those of the model cover all its engines."""

@@ -6,7 +6,6 @@ The step that trained a group is found without reading the whole log or all batc
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from starlette.requests import Request
@@ -268,7 +267,10 @@ def group_row(
             "seq": entry.seq,
             "task": entry.number,
             "step": step,
+            "source": "",
             "reward": None,
+            "tokens": 0,
+            "versions": [],
             "failures": 0,
             "error": {"boundary": "broker", "message": str(entry.error)},
             "episodes": [],
@@ -282,7 +284,7 @@ def group_row(
         "sample": group.task.sample,
         "step": step,
         "source": group.source,
-        "reward": fmean(rewards) if rewards else None,
+        "reward": sum(rewards) / len(rewards) if rewards else None,
         "tokens": sum(trajectory.num_generated for trajectory in group.trajectories),
         "versions": _versions(group),
         "seconds": max(0.0, group.finished - group.started),

@@ -108,5 +108,6 @@ def clock(seconds: float, shape: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def level(value: float, low: float, high: float) -> int:
-    """Return the fifth, 0 to 4, of the range from `low` to `high` that contains a value."""
-    return 2 if high <= low else min(4, max(0, int((value - low) / (high - low) * 5)))
+    """Return the fifth, 0 to 4, of the range from `low` to `high` that holds a value; 2 if none."""
+    fifth = (value - low) / (high - low) * 5 if high > low else 2.0
+    return int(min(4.0, max(0.0, fifth))) if fifth == fifth else 2

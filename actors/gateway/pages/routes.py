@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -167,7 +168,8 @@ async def job_rollouts(request: Request) -> Response:
     page = await rollouts.page_of_rollouts(request, visitor, record)
     parameters = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
     rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
-    low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+    rewards = [reward for reward in rewards if math.isfinite(reward)] or [0.0]
+    low, high = min(rewards), max(rewards)
     set_parameters = {name: value for name, value in parameters.items() if value}
     fields = {name: value for name, value in set_parameters.items() if name != "beside"}
     links = {"query": urlencode(set_parameters), "query_json": urlencode(fields)}
@@ -361,7 +363,7 @@ async def _records(request: Request) -> list[JobRecord]:
     if not jobs or len(jobs) > MAX_REMOVED_RUNS:
         raise MessageError(
             f"{len(jobs) or 'no'} runs were chosen; choose from 1 to {MAX_REMOVED_RUNS}",
-            hint="tick them in the table of jobs",
+            hint="tick them in the table of runs",
         )
     scheduler = operations.Scheduler(await visitor_of(request))
     return [await scheduler.get(item) for item in jobs]
@@ -524,7 +526,7 @@ async def act_form(request: Request) -> Response:
     visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
     if action not in operations.BODIES:
-        raise MessageError(f"{action!r} is not an operation on jobs")
+        raise MessageError(f"{action!r} is not an operation on runs")
     record = await operations.act(
         operations.Scheduler(visitor),
         job,

@@ -11,6 +11,7 @@ collective, does no harm.
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -44,8 +45,9 @@ from ....schemas.wire.errors import (
 from ....schemas.wire.message import Empty, new_id
 from ...addresses import own_address, server_of
 from ...runtime import EXIT_CRASHED, EXIT_FAILED, EXIT_OUT_OF_MEMORY, JobContext
-from ...training.parallel import COLLECTIVE_DEADLINE_S, Meeting, num_collectives
-from ...training.ranks import Order, RankProgress, Ranks
+from ...training.parallel import COLLECTIVE_DEADLINE_S, Meeting
+from ...training.progress import RankProgress
+from ...training.ranks import Order, Ranks
 
 # -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
 # They receive each piece of work through a pipe. They end with rank 0; if one ends by itself, the
@@ -105,6 +107,11 @@ class _RankProcess:
     def was_final(self) -> bool:
         """Whether the process ended by an error that it would meet again."""
         return self.process.poll() == EXIT_FAILED
+
+    @property
+    def progress(self) -> RankProgress:
+        """What the process last reported."""
+        return RankProgress.read(self.progress_fd)
 
     def why_ended(self) -> str:
         """Return how the process ended; call it once."""
@@ -191,8 +198,8 @@ class ChildRanks(Ranks):
 
 
 def _ended(child: _RankProcess, order: Order | None) -> TinkermqError:
-    doing = "waiting" if order is None else order.do
-    text = f"rank {child.rank} of the learner (process {child.process.pid}) ended in {doing!r}: "
+    place = f"(process {child.process.pid}) ended in {child.progress}"
+    text = f"rank {child.rank} of the learner {place}: "
     if child.was_out_of_memory:
         return _rank_out_of_memory(f"{text}{child.why_ended()}", order)
     return (ConfigError if child.was_final else EngineError)(
@@ -222,6 +229,11 @@ ANSWER_S = 10.0
 HANG_S = 45.0
 """A rank whose process has not run for this long has failed; one for which the others have waited
 for this long is named."""
+_LEAST_DEADLINE_S = 4 * HANG_S
+_OF_LONGEST = 5
+"""A rank for which others wait has failed after so many times the longest duration of its phase, at
+least `_LEAST_DEADLINE_S` and at most `COLLECTIVE_DEADLINE_S`, the deadline of a phase's first time,
+when weights are read or layers compiled."""
 _LOOK_S = 1.0
 _SEEN_END_S = 3.0
 """Time after a failure here within which the end of another rank counts as its cause."""
@@ -237,21 +249,35 @@ class _Waits:
         self._counts: dict[str, int] = {}
         self._since: dict[str, float] = {}
         self._named: set[str] = set()
+        self.waited_s: dict[str, float] = {}
+        """For how long others have waited for each."""
 
-    def late(self, counts: Mapping[str, int], now: float) -> list[str]:
+    def late(
+        self, counts: Mapping[str, int], now: float, longest_s: Mapping[str, float] | None = None
+    ) -> list[str]:
         """Return the ranks for which others have waited for `HANG_S`, each once until it goes on.
 
-        While all ranks have begun as many, each computes.
+        A rank whose phase has lasted for longer before has that long. While all ranks have begun as
+        many, each computes.
         """
         newest = max(counts.values())
         for name, count in counts.items():
             if count != self._counts.get(name) or count == newest:
                 self._counts[name], self._since[name] = count, now
                 self._named.discard(name)
-        late = [name for name in counts if now - self._since[name] > HANG_S]
+        self.waited_s = {name: now - self._since[name] for name in counts}
+        bounds = {name: max(HANG_S, (longest_s or {}).get(name, 0.0)) for name in counts}
+        late = [name for name in counts if self.waited_s[name] > bounds[name]]
         new = [name for name in late if name not in self._named]
         self._named.update(new)
         return new
+
+
+def deadline_s(longest_s: float | None) -> float:
+    """Return for how long ranks wait for one in a phase whose longest duration is `longest_s`."""
+    if longest_s is None:
+        return COLLECTIVE_DEADLINE_S
+    return min(COLLECTIVE_DEADLINE_S, max(_LEAST_DEADLINE_S, _OF_LONGEST * longest_s))
 
 
 class PlacedRanks(Ranks):
@@ -269,7 +295,10 @@ class PlacedRanks(Ranks):
         self._begun = self._busy = False
         self._failure: TinkermqError | None = None
         self._order_now: Order | None = None
-        self._waits = _Waits()
+        self._waits, self._waits_in_saves = _Waits(), _Waits()
+        self._seen: dict[str, RankState] = {}
+        self._marks: object = None
+        self._marked_at = 0.0
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
@@ -281,7 +310,7 @@ class PlacedRanks(Ranks):
         self._wait(self._send_order(order))
         self._begun = self._busy = True
         try:
-            with self.explaining(order):
+            with self.explaining(order), order.during(self._progress.training):
                 yield
         finally:
             self._busy = False
@@ -297,44 +326,102 @@ class PlacedRanks(Ranks):
             raise
 
     async def watch(self) -> None:
-        """Raise EngineError once a rank has ended; this process ends soon after that."""
+        """Raise EngineError once a rank has ended or hangs; this process ends soon after that."""
         clock = self._context.broker.clock
         answered_at = dict.fromkeys(self._names, clock())
         while True:
-            if self._begun:
-                answers = await asyncio.gather(*map(self._read_state, self._names))
-                there = [status for status in answers if status is not None]
-                answered_at |= {rank_name(status.rank): clock() for status in there}
-                failed = next((status for status in there if status.error), None)
-                await self._name_late(there)
-                if any(status.draining for status in there) and not self._context.stopping.is_set():
-                    self._context.log.info("learner_drains_with_its_ranks")
-                    self._context.stopping.set()
-                late = (name for name, at in answered_at.items() if clock() - at > ANSWER_S)
-                silent = next(late, "")
-                if failed is not None or silent:
-                    silence = f"{silent} has not answered for {ANSWER_S:g} s"
-                    self._failure = _rank_ended(silence) if failed is None else self._ended(failed)
-                    _end_within(_END_S)
-                    raise self._failure
-            else:
+            if not self._begun:
                 answered_at = dict.fromkeys(self._names, clock())
+            elif (failure := await self._check_all(answered_at)) is not None:
+                raise failure
             await asyncio.sleep(_LOOK_S)
 
-    async def _name_late(self, there: Sequence[RankState]) -> None:
-        """Report the ranks for which others wait in a collective; it ends after its deadline."""
-        if not self._busy:
+    async def _check_all(self, answered_at: dict[str, float]) -> TinkermqError | None:
+        """Return the error of a rank that has ended or hangs; note who answers."""
+        clock = self._context.broker.clock
+        begun = clock()
+        answers = await asyncio.gather(*map(self._read_state, self._names))
+        if clock() - begun > ANSWER_S:  # this process itself was stopped
+            answered_at |= dict.fromkeys(self._names, clock())
+        there = {rank_name(status.rank): status for status in answers if status is not None}
+        answered_at |= dict.fromkeys(there, clock())
+        if any(status.draining for status in there.values()):
+            if not self._context.stopping.is_set():
+                self._context.log.info("learner_drains_with_its_ranks")
+            self._context.stopping.set()
+        if (failed := next((name for name in there if there[name].error), None)) is not None:
+            return await self._fail(failed, self._ended(there[failed]))
+        self._seen |= there
+        if late := await self._overdue(there):
+            return await self._fail(late, _rank_ended(self._why_late(late)))
+        silent = next((name for name, at in answered_at.items() if clock() - at > ANSWER_S), None)
+        if silent is None:
+            return None
+        silence = f"{self._place(silent)} has not answered for {ANSWER_S:g} s"
+        return await self._fail(silent, _rank_ended(silence))
+
+    async def _fail(self, name: str, error: TinkermqError) -> TinkermqError:
+        """Report the first failure of a rank; end this process soon, which may hang."""
+        if self._failure is None:
+            self._failure = error
+            _end_within(_END_S)
+            with contextlib.suppress(TinkermqError):
+                await self._context.event("rank_failed", error.message, actor=name)
+        return self._failure
+
+    async def _overdue(self, there: Mapping[str, RankState]) -> str:
+        """Report ranks for which others wait in a collective; return one after its deadline.
+
+        A save may wait for a disk for as long as it takes, while training goes on.
+        """
+        own, now = self._progress.read(), self._context.broker.clock()
+        counts = {name: status.collectives for name, status in there.items()}
+        counts["learner"] = own.collectives
+        saves = {name: status.saves for name, status in there.items()} | {"learner": own.saves}
+        phases = {name: status.phase for name, status in there.items()} | {"learner": own.phase}
+        known_s = self._progress.training.longest_s
+        longest_s = {name: known_s[phase] for name, phase in phases.items() if phase in known_s}
+        write_s = self._progress.saving.longest_s.get("write", 0.0)
+        late = self._waits_in_saves.late(saves, now, dict.fromkeys(saves, write_s))
+        if self._busy:
+            late += self._waits.late(counts, now, longest_s)
+        else:
             self._waits = _Waits()
-            return
-        counts = {rank_name(status.rank): status.collectives for status in there}
-        places = {rank_name(status.rank): f"{status.doing} on {status.host}" for status in there}
-        counts["learner"] = num_collectives()
-        for name in self._waits.late(counts, self._context.broker.clock()):
-            text = f"{name} ({places.get(name, self._order_now)}) hangs or is slow: the other ranks"
-            text += f" of the learner have waited for {HANG_S:g} s for it in a collective"
-            await self._context.event(
-                "rank_late", f"{text}, and wait for {COLLECTIVE_DEADLINE_S:g} s", actor=name
-            )
+        for name in late:
+            await self._context.event("rank_late", self._why_late(name), actor=name)
+        marks = (self._num_orders, own.collectives, phases)
+        all_wait = self._busy and {*counts.values()} == {own.collectives}
+        if all_wait and self._stalls(marks, own.phase, now):
+            places = ", ".join(map(self._place, ["learner", *self._names]))
+            await self._context.event("rank_late", f"no rank of the learner goes on: {places}")
+        for name, waited_s in self._waits.waited_s.items():
+            if waited_s > deadline_s(longest_s.get(name)):
+                return name
+        return ""
+
+    def _stalls(self, marks: object, phase: str, now: float) -> bool:
+        """Return once that no rank goes on in a phase of known duration, by the marks of all."""
+        if marks != self._marks:
+            self._marks, self._marked_at = marks, now
+        unknown_s = 0.0 if phase == "meet" else math.inf
+        longest_s = self._progress.training.longest_s.get(phase, unknown_s)
+        stalls = now - self._marked_at > max(HANG_S, _OF_LONGEST * longest_s)
+        if stalls:
+            self._marked_at = math.inf
+        return stalls
+
+    def _why_late(self, name: str) -> str:
+        waits = (self._waits.waited_s, self._waits_in_saves.waited_s)
+        seconds = max(waited_s.get(name, 0.0) for waited_s in waits)
+        text = f"{self._place(name)} hangs or is slow: the other ranks of the learner have waited"
+        return f"{text} for {seconds:.0f} s for it"
+
+    def _place(self, name: str) -> str:
+        """Return a rank with its host and what it was seen to do last."""
+        if name == "learner":
+            return f"learner on {self._context.presence.host} in {self._progress.read()}"
+        seen = self._seen.get(name)
+        return name if seen is None else f"{name} on {seen.host} in {seen.doing}"
 
     def close(self) -> None:
         """Leave the other ranks, which then end this process's work."""
@@ -410,12 +497,11 @@ class PlacedRanks(Ranks):
             _log.debug("rank_did_not_answer", rank=name, error=error.message)
             return None
         if status.learner != self._learner:
-            return status.model_copy(update={"error": f"{name} was started anew"})
+            return status.model_copy(update={"error": f"{self._place(name)} was started anew"})
         why = status.error
         if not why and status.silent_s > HANG_S:
-            doing = f" in {status.doing}" if status.doing else ""
-            why = f"its process hangs{doing}: it has not run for {status.silent_s:.0f} s"
-        error = f"{name} on {status.host}: {why}" if why else ""
+            why = f"its process hangs: it has not run for {status.silent_s:.0f} s"
+        error = f"{name} on {status.host} in {status.doing}: {why}" if why else ""
         return status.model_copy(update={"error": error})
 
     def _ended(self, status: RankState) -> TinkermqError:
@@ -426,13 +512,19 @@ class PlacedRanks(Ranks):
 
     async def _find_ended(self) -> TinkermqError | None:
         """Wait for the end of a rank with a broken connection; return its error."""
-        deadline = self._loop.time() + _SEEN_END_S
+        deadline, silent = self._loop.time() + _SEEN_END_S, ""
         while self._loop.time() < deadline:
-            for status in await asyncio.gather(*map(self._read_state, self._names)):
+            answers = await asyncio.gather(*map(self._read_state, self._names))
+            states = dict(zip(self._names, answers, strict=True))
+            for name, status in states.items():
                 if status is not None and status.error:
-                    return self._ended(status)
+                    return await self._fail(name, self._ended(status))
+            silent = next((name for name in states if states[name] is None), "")
             await asyncio.sleep(_LOOK_S / 4)
-        return None
+        if not silent:
+            return None
+        why = f"a connection broke, and {self._place(silent)} does not answer"
+        return await self._fail(silent, _rank_ended(why))
 
 
 def _rank_ended(why: str, *, is_final: bool = False) -> TinkermqError:
@@ -473,6 +565,8 @@ class RankActor:
         self._num_taken = 0
         self._taking = asyncio.Lock()
         self._last_request = context.broker.clock()
+        self._is_looked_at = False
+        """Whether the learner has begun to look."""
         self._error = ""
         self._out_of_memory, self._is_final = False, False
         self._process: _RankProcess | None = None
@@ -487,11 +581,27 @@ class RankActor:
         await service.endpoint("order", subject(f"order-{self._id}"), RankOrder, self._accept_order)
         await service.endpoint("look", subject(f"look-{self._id}"), Empty, self._read_state)
         self._context.set_state("waiting")
+        watching = asyncio.create_task(self._watch_learner(), name="looks of the learner")
         try:
             await self._context.stopping.wait()
             await self._wait_for_release()
         finally:
+            watching.cancel()
             await self._end_process()
+
+    async def _watch_learner(self) -> None:
+        """Report a learner that stops looking for its ranks amid an order."""
+        clock, reported = self._context.broker.clock, 0.0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            last, state = self._last_request, self._state()
+            is_silent = self._is_looked_at and clock() - last > HANG_S and last != reported
+            if is_silent and state.works and state.phase:
+                reported = last
+                text = "learner hangs, or its machine is away: it has not looked for its ranks for "
+                text += f"{HANG_S:g} s; {self._context.name} on {state.host} in {state.doing} waits"
+                with contextlib.suppress(TinkermqError):
+                    await self._context.event("rank_late", text, actor="learner")
 
     async def _wait_for_release(self) -> None:
         """Wait while the learner writes its last checkpoint because this rank drains."""
@@ -510,7 +620,7 @@ class RankActor:
         if order.do == "begin":
             await self._end_process()
             self._learner, self._num_taken, self._error = order.learner, 0, ""
-            self._out_of_memory, self._is_final = False, False
+            self._out_of_memory = self._is_final = self._is_looked_at = False
             self._orders = asyncio.Queue()
             self._process = _RankProcess.start(self._rank)
             self._work = asyncio.create_task(self._do_all(self._process), name="orders of a rank")
@@ -527,7 +637,7 @@ class RankActor:
         return self._state()
 
     async def _read_state(self, _: Empty) -> RankState:
-        self._last_request = self._context.broker.clock()
+        self._last_request, self._is_looked_at = self._context.broker.clock(), True
         return self._state()
 
     def _state(self) -> RankState:
@@ -535,9 +645,9 @@ class RankActor:
         if not self._error and process is not None and process.has_ended:
             self._out_of_memory, self._is_final = process.was_out_of_memory, process.was_final
             self._error = process.why_ended()
-        progress = (
-            RankProgress(0.0, 0, "") if process is None else RankProgress.read(process.progress_fd)
-        )
+        progress = None if process is None else process.progress
+        if progress is None or not progress.at:
+            progress = RankProgress(0.0, 0, 0, "start", "", "")
         return RankState(
             rank=self._rank,
             process=self._id,
@@ -550,7 +660,9 @@ class RankActor:
             draining=self._context.stopping.is_set(),
             silent_s=time.monotonic() - progress.at if progress.at else 0.0,
             collectives=progress.collectives,
-            doing=progress.doing,
+            saves=progress.saves,
+            phase=progress.phase,
+            doing=str(progress),
         )
 
     async def _do_all(self, process: _RankProcess) -> None:

@@ -9,8 +9,6 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -27,36 +25,41 @@ from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, EXIT_OUT_OF_MEMORY,
 from ...training.functions.calls import OwnFunctions
 from ...training.functions.wire import STEP_KINDS
 from ...training.numerics import settle_numerics
-from ...training.parallel import Meeting, Parallel, num_collectives, whole_tensors
+from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
-from ...training.ranks import BEAT_S, Order, RankProgress, folder_here
+from ...training.progress import Progress
+from ...training.ranks import Order, folder_here
 
 _log = structlog.get_logger()
 
 
-class _Beat:
-    """Reports that this process runs, from a thread of its own."""
-
-    def __init__(self, descriptor: int) -> None:
-        """Write into a file."""
-        self.doing = "begin"
-        self._descriptor = descriptor
-        threading.Thread(target=self._run, name="beat", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            RankProgress(time.monotonic(), num_collectives(), self.doing).write(self._descriptor)
-            time.sleep(BEAT_S)
-
-
-def serve(rank: int, orders: Connection, beat: _Beat | None = None) -> None:
-    """Carry out orders until there are no more; `beat` reports them."""
+def serve(rank: int, orders: Connection, progress: Progress | None = None) -> None:
+    """Carry out orders until there are no more; `progress` reports their phases."""
+    progress = progress or Progress()
     order = Order.receive(orders)
+    with order.during(progress.training):
+        policies, parallel = _begin(rank, order, progress)
+    _log.info("rank_ready")
+    saves = Saves(policies)
+    try:
+        while True:
+            order = Order.receive(orders)
+            with order.during(progress.training):
+                _do(order, policies, saves)
+    except EOFError:
+        saves.wait()
+        parallel.leave()
+
+
+def _begin(rank: int, order: Order, progress: Progress) -> tuple[Policies, Parallel]:
+    """Meet the other ranks, and load with them the models and what has been trained."""
     config = JobConfig.model_validate_json(order.fields["config"])
     let_segments_grow()
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
-    parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
+    meeting = Meeting.reach(order.fields["meeting"])
+    parallel = Parallel.join(rank, config.learner, meeting, progress)
+    parallel.phases.enter("load")
     folder, hidden = (
         None if order.fields[name] is None else Path(order.fields[name])
         for name in ("folder", "hidden")
@@ -71,17 +74,7 @@ def serve(rank: int, orders: Connection, beat: _Beat | None = None) -> None:
             folder=here,
             parallel=parallel,
         )
-    _log.info("rank_ready")
-    saves = Saves(policies)
-    try:
-        while True:
-            order = Order.receive(orders)
-            if beat is not None:
-                beat.doing = str(order)
-            _do(order, policies, saves)
-    except EOFError:
-        saves.wait()
-        parallel.leave()
+    return policies, parallel
 
 
 class Saves:
@@ -142,7 +135,7 @@ def main(argv: list[str]) -> int:
     rank = int(argv[0])
     configure_logging(role="learner", rank=rank)
     try:
-        serve(rank, Connection(sys.stdin.fileno(), writable=False), _Beat(int(argv[2])))
+        serve(rank, Connection(sys.stdin.fileno(), writable=False), Progress(int(argv[2])))
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())

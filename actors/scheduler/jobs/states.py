@@ -66,7 +66,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
         return [_actor("trainer", "trainer", config.learner.slots), *samplers]
     if kind == "sft" and not config.sft.data:
         raise ConfigError(
-            "an SFT job was submitted without data",
+            "an SFT run was submitted without data",
             hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
         )
     actors = _learner(config.learner)
@@ -104,7 +104,7 @@ def vital(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
 def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
     if config.count < 1:
         raise ConfigError(
-            "generator.count=0 leaves an inference job without a server",
+            "generator.count=0 leaves an inference run without a server",
             hint="it is the number of servers of an inference job: set generator.count=1 or more "
             "(`tinkermq serve --servers 1`)",
         )
@@ -467,7 +467,7 @@ def check_room(user: str, quota: Quota, held: Mapping[str, int], **more: int) ->
         if most is not None and number > 0 and has + number > most:
             text = f"user {user!r} has {has:,} {what}, and this asks for {number:,} more: the quota"
             if not has:
-                text = f"the job needs {number:,} {what}, the quota of user {user!r}"
+                text = f"the run needs {number:,} {what}, the quota of user {user!r}"
             raise QuotaError(
                 f"{text} is {most:,}",
                 hint=f"{advice}, or ask an admin for more (`tinkermq user quota {user}`)",
@@ -479,7 +479,7 @@ def check_bucket(total_bytes: int, more: int, *, is_admin: bool) -> None:
     most = ADMINS_BYTES if is_admin else USERS_BYTES
     if total_bytes + more > most:
         raise QuotaError(
-            f"the records of all jobs of the pool have {total_bytes:,} bytes; with this one they "
+            f"the records of all runs of the pool have {total_bytes:,} bytes; with this one they "
             f"exceed the {most:,} for submissions",
             hint="delete old runs (`tinkermq delete`); running ones continue and can be stopped",
         )
@@ -489,7 +489,7 @@ def check_record(record: JobRecord, num_bytes: int) -> None:
     """Raise QuotaError for a record over the size limit."""
     if num_bytes > MAX_RECORD_BYTES:
         raise QuotaError(
-            f"the record of job {record.name} would have {num_bytes:,} bytes; the limit is "
+            f"the record of run {record.name} would have {num_bytes:,} bytes; the limit is "
             f"{MAX_RECORD_BYTES:,}",
-            hint="keep the configuration small: name files instead of data; or submit a new job",
+            hint="keep the configuration small: name files instead of data; or submit a new run",
         )

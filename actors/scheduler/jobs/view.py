@@ -385,7 +385,7 @@ class JobsView:
         record = self.find(user, name) or await self.archive.find(user, name)
         if record is None:
             raise NotFoundError(
-                f"user {user!r} has no job or run {name!r}",
+                f"user {user!r} has no run {name!r}",
                 hint="list them with `tinkermq ps --all`",
             )
         return record

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from ....broker.client.login import CREDENTIALS_VARIABLE
 from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
+from ....schemas.wire.message import requirement
 from .source import Machine, MachineNames, node_command
 
 if TYPE_CHECKING:
@@ -276,7 +277,9 @@ def _refusal(error: Any) -> PlacementError:
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']} (it is {first['input']!r})"
+    return (
+        f"{'.'.join(map(str, first['loc'][1:]))}: {requirement(first)} (it is {first['input']!r})"
+    )
 
 
 def _status(error: Any) -> int:

@@ -56,7 +56,7 @@ class FileReads:
             return await self._disks.look(user, read, *args, **named)
         except TimeoutError as error:
             raise StorageError(
-                f"the job's files, or its folder, were not read within {_READ_S:g} s",
+                f"the run's files, or its folder, were not read within {_READ_S:g} s",
                 hint="the scheduler's machine may be busy, or a disk hang: see `ls`, `df` there",
             ) from error
 
@@ -117,7 +117,7 @@ def refuse_code_of_others(config: JobConfig) -> None:
         raise ConfigError(
             "model.trust_remote_code=true: in a pool with users, only admins may run the code of a "
             "model",
-            hint="let an admin submit the job, or use a model that transformers supports itself",
+            hint="let an admin submit the run, or use a model that transformers supports itself",
         )
 
 

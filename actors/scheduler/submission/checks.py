@@ -113,7 +113,7 @@ class JobChecks:
             yield _passed("memory", "\n".join(plan.lines()))
 
     async def refuse_models(self, config: JobConfig, reader: Reader, *, trains: bool) -> None:
-        """Raise ModelError for models that cannot be used, as their config.json says.
+        """Raise ModelError or ConfigError for models that cannot be used, as config.json says.
 
         Models unknown to the scheduler or hidden from the reader are checked by the generators.
         """
@@ -125,7 +125,7 @@ class JobChecks:
     ) -> list[CheckResult]:
         try:
             await self.refuse_models(config, reader, trains=record.trains)
-        except errors.ModelError as error:
+        except (errors.ModelError, errors.ConfigError) as error:
             return [failed_check("model", error, _SCHEDULER)]
         if record.fork_dir:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"

@@ -310,7 +310,7 @@ class Origins:
         if request.fork_of is None:
             if request.weights_only:
                 raise errors.ConfigError(
-                    "weights_only is for a job that starts from a checkpoint",
+                    "weights_only is for a run that starts from a checkpoint",
                     hint="name it: fork_of=my-run@40",
                 )
             return None, ""
@@ -320,7 +320,7 @@ class Origins:
         """Return the further adapters of an inference job by their names, with their folders."""
         if request.adapters and request.kind != "infer":
             raise errors.ConfigError(
-                "adapters are for inference jobs", hint="begin a training run with fork_of"
+                "adapters are for inference runs", hint="begin a training run with fork_of"
             )
         matches = [await self._find(user, source) for source in request.adapters]
         for name, folder in matches:
@@ -337,13 +337,13 @@ class Origins:
             return None
         if request.kind != "infer" or request.fork_of is not None:
             raise errors.ConfigError(
-                f"follow={request.follow!r} is for inference jobs without fork_of",
+                f"follow={request.follow!r} is for inference runs without fork_of",
                 hint="name either a live run or one of its checkpoints",
             )
         record = await self._view.get(user, request.follow)
         if not record.trains or is_final(record):
             raise errors.StateError(
-                f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
+                f"run {record.name} is a run of kind {record.kind} and {record.state}: it has no "
                 "new versions",
                 hint=f"serve a checkpoint of a run: {record.name}@STEP",
             )
@@ -376,7 +376,7 @@ class Origins:
         record = await self._view.get(user, name)
         if record.kind != "infer" or is_final(record):
             raise errors.ConfigError(
-                f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, "
+                f"{key}={name}: run {record.name} is of kind {record.kind} and {record.state}, "
                 "which answers no requests",
                 hint="serve the model first (`tinkermq serve …`) and name that job",
             )
@@ -448,7 +448,7 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
     """
     refuse_removed(record)
     if not record.configured:
-        raise errors.StateError(f"job {record.name} was never configured", hint="submit a new job")
+        raise errors.StateError(f"run {record.name} was never configured", hint="submit a new run")
     before = parse_config({**record.config, "name": record.name})
     known = before.model_dump(mode="json", exclude_unset=True)
     after = parse_config(with_changes(known, changes))
@@ -507,7 +507,7 @@ def already_configured(record: JobRecord, config: dict[str, Any]) -> JobRecord:
     same = {**config, "name": record.name} == {**record.config, "name": record.name}
     if not same:
         raise errors.StateError(
-            f"job {record.name} has its configuration already and is {record.state}",
-            hint="submit a new job, or fork this one",
+            f"run {record.name} has its configuration already and is {record.state}",
+            hint="submit a new run, or fork this one",
         )
     return record

@@ -137,7 +137,7 @@ class Submission:
     def _check_kind(self, user: str, request: SubmitRequest) -> None:
         if request.kind not in states.KINDS:
             raise ConfigError(
-                f"this pool does not run jobs of kind {request.kind!r}",
+                f"this pool takes no runs of kind {request.kind!r}",
                 hint=f"submit one of kind {' or '.join(states.KINDS)}",
             )
         self._view.check_priority(user, request.priority)
@@ -226,7 +226,7 @@ class Submission:
                 return origins.already_configured(record, config)
             if record.state != "QUEUED":
                 raise StateError(
-                    f"job {record.name} is {record.state}", hint="submit it as a new job"
+                    f"run {record.name} is {record.state}", hint="submit it as a new run"
                 )
             check_keys(config)
             refuse_unregistered_game(config)

@@ -172,9 +172,9 @@ async def test_a_job_cannot_begin_with_the_weights_of_anothers_run(
     adapter.mkdir(parents=True)
     mallory = Pool(await scheduled.user("mallory"))
     for run in (hers.job, hers.name):
-        with pytest.raises(NotFoundError, match="has no job or run"):
+        with pytest.raises(NotFoundError, match="has no run"):
             await mallory.submit(hers.config, fork_of=f"{run}@4", weights_only=True)
-        with pytest.raises(NotFoundError, match="has no job or run"):
+        with pytest.raises(NotFoundError, match="has no run"):
             await mallory.submit(hers.config, kind="infer", adapters=[f"{run}@4"])
     with pytest.raises(ConfigError, match="does not name a checkpoint"):
         await mallory.submit(hers.config, fork_of=str(checkpoint), weights_only=True)
@@ -223,11 +223,11 @@ async def test_a_job_that_teaches_is_one_of_the_users_own_that_serves(
     scheduled: SecuredPool, tmp_path: Path
 ) -> None:
     hers = await submitted(scheduled, "ada", tmp_path)
-    with pytest.raises(NotFoundError, match="has no job or run"):
+    with pytest.raises(NotFoundError, match="has no run"):
         await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"job:{hers.job}"})
     with pytest.raises(ConfigError, match=r"of kind train and QUEUED, which answers no requests"):
         await submitted(scheduled, "ada", tmp_path, algorithm={"teacher": f"job:{hers.name}"})
-    with pytest.raises(NotFoundError, match="has no job or run"):
+    with pytest.raises(NotFoundError, match="has no run"):
         await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"{hers.name}@3"})
 
 
@@ -243,7 +243,7 @@ async def test_a_path_that_cannot_be_one_is_not_the_files_of_another(
 async def test_an_admin_serves_the_own_runs_only(scheduled: SecuredPool, tmp_path: Path) -> None:
     hers = await submitted(scheduled, "ada", tmp_path)
     root = Pool(await scheduled.user("root"))
-    with pytest.raises(NotFoundError, match="has no job or run"):
+    with pytest.raises(NotFoundError, match="has no run"):
         await root.submit(hers.config, kind="infer", follow=hers.job)
 
 

@@ -492,7 +492,7 @@ async def test_stops_and_repairs_find_room_when_the_bucket_of_jobs_is_full(
         return False
 
     await eventually(refused, "the scheduler to have read the records")
-    with pytest.raises(QuotaError, match="the records of all jobs of the pool have"):
+    with pytest.raises(QuotaError, match="the records of all runs of the pool have"):
         await submitted(scheduled, "ada", tmp_path)
     assert (await submitted(scheduled, "root", tmp_path)).state == "QUEUED"
     with environment(**{AS_VARIABLE: "ada"}):

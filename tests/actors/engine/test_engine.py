@@ -148,6 +148,7 @@ async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
 
     await asyncio.gather(*(episode(f"episode {number}") for number in range(20)))
     assert engine.stats().reused_tokens == sum(reused)
+    assert not engine.stats().evicted
     await until(lambda: not engine.stats().cached_prefixes)
 
 
@@ -159,6 +160,7 @@ async def test_cached_prefixes_give_way_to_newer_ones(folder: Path) -> None:
         prompt = np.arange(20, dtype=np.int32) + np.int32(8 + number)
         await engine.generate(prompt, Sampling(4), request_id="x", conversation=str(number))
     assert engine.stats().cached_prefixes == 4  # 23 of 101 tokens each; 33 are for prompts
+    assert engine.stats().evicted == 16
     await engine.close()
 
 

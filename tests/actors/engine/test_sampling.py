@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tinkermq.actors.engine.engine import Concurrency, RequestLimit
+from tinkermq.actors.engine.engine import Concurrency, EngineStats, GroupLimit, Meter, RequestLimit
 from tinkermq.actors.engine.sampling import RowParameters, sample, uniforms
 from tinkermq.actors.engine.transformers.decoder import FedTokens, SlotDecoder, load_decoder
 from tinkermq.actors.policy.tiny_models import save_tiny_model
@@ -166,6 +168,77 @@ def test_requests_that_new_weights_threw_out_of_an_empty_cache_cut_nothing() -> 
 def test_what_fits_is_bounded_by_what_is_allowed() -> None:
     assert Concurrency(fits=1000, most=64).limit == 64
     assert Concurrency(fits=0, most=64).limit == 1
+
+
+# -- How many groups a generator plays at once -----------------------------------------------------
+
+
+def cache_of(
+    evicted: int = 0, *, tokens: int = 0, share: float = 0.5, waiting: int = 0
+) -> EngineStats:
+    meter = Meter()
+    meter.evicted, meter.cache_tokens, meter.cache_share = evicted, tokens, share
+    return meter.stats(version=0, running=1, waiting=waiting, cached_prefixes=0, cache_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "begins"), [(0, 30, 30), (1000, 30, 10), (1000, 4, 4), (50, 30, 1)]
+)
+def test_a_generator_begins_with_the_groups_that_always_fit(
+    tokens: int, most: int, begins: int
+) -> None:
+    assert GroupLimit(100, most, cache_of(tokens=tokens)).limit == begins
+
+
+@pytest.mark.parametrize(
+    ("held", "ended", "stats", "limit"),
+    [
+        (10, True, cache_of(5), 11),
+        (10, False, cache_of(5), 10),  # nothing is known of a group before its end
+        (9, True, cache_of(5), 10),  # more would not be used
+        (10, True, cache_of(5, share=0.9), 10),
+        (10, True, cache_of(5, waiting=1), 10),  # more would only wait
+        (10, True, cache_of(6), 7),
+        (4, False, cache_of(6), 3),
+        (12, True, cache_of(6), 10),  # an earlier cut is not complete
+    ],
+)
+def test_groups_become_more_while_the_cache_has_room_and_fewer_after_a_loss(
+    held: int, ended: bool, stats: EngineStats, limit: int
+) -> None:
+    groups = GroupLimit(100, 30, cache_of(5, tokens=1000))
+    groups.adapt(held, stats, ended=ended)
+    assert groups.limit == limit
+
+
+@given(
+    most=st.integers(1, 40),
+    seen=st.lists(st.tuples(st.integers(0, 45), st.integers(0, 1), st.booleans()), max_size=200),
+)
+def test_the_number_of_groups_stays_within_its_bounds(
+    most: int, seen: list[tuple[int, int, bool]]
+) -> None:
+    groups, evicted = GroupLimit(100, most, cache_of(tokens=500)), 0
+    for held, lost, ended in seen:
+        evicted += lost
+        groups.adapt(held, cache_of(evicted), ended=ended)
+        assert 1 <= groups.limit <= most
+
+
+@pytest.mark.parametrize(("fits", "begins"), [(12, 1), (12, 40), (3, 40), (30, 1), (60, 1)])
+def test_the_number_of_groups_settles_at_what_fits(fits: int, begins: int) -> None:
+    groups = GroupLimit(100, 40, cache_of(tokens=100 * begins))
+    held = evicted = 0
+    limits: list[int] = []
+    for _ in range(2000):  # one group ends, and as many begin as may
+        held = max(held, groups.limit)
+        evicted += held > fits
+        groups.adapt(held, cache_of(evicted), ended=True)
+        held -= 1
+        limits.append(groups.limit)
+    best = min(fits, 40)
+    assert max(limits[500:]) <= best + 1
+    assert min(limits[500:]) >= int(0.75 * best)
 
 
 async def test_the_gate_lets_in_as_many_as_the_bound_in_their_order() -> None:

@@ -129,6 +129,8 @@ async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_pree
     await engine.load_weights(5, model.state_dict())
     rng = np.random.default_rng(9)
     prompts = [rng.integers(8, 264, 10).astype(np.int32) for _ in range(40)]
+    turn = await engine.generate(PROMPT, Sampling(80), request_id="1", conversation="c")
+    before = engine.stats()
     running = asyncio.gather(
         *(
             engine.generate(prompt, Sampling(140), request_id=str(index))
@@ -143,6 +145,15 @@ async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_pree
     assert limits[0] == 2048 // 160
     assert limits[0] < max(limits) <= 32
     assert limits[-1] < max(limits)  # only a preemption cuts it
+    preempted = engine.stats().evicted
+    assert preempted > before.evicted
+    assert before.cache_tokens == 2048
+    # the others used the whole cache, so nothing is left of the conversation
+    longer = np.concatenate([PROMPT, turn.token_ids])
+    for request in "23":
+        await engine.generate(longer, Sampling(1), request_id=request, conversation="c")
+        assert engine.stats().evicted == preempted + 1
+    engine.release("c")
     for prompt, result in zip(prompts, await running, strict=True):
         assert len(result.token_ids) == 140
         expected = plain_logprobs(model, prompt, result.token_ids)

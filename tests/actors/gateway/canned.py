@@ -83,10 +83,15 @@ async def canned_server(
     answering: Any = None,
     *,
     actor: str = "server-0",
+    joins: bool = False,
 ) -> AsyncIterator[Canned]:
-    """Serve a model as a job of this scope, from this process; `answering` answers in its place."""
+    """Serve a model as a job of this scope, from this process; `answering` answers in its place.
+
+    With `joins` it is another server of a job that is there.
+    """
     record = serving_record(scope, model)
-    await JobStore(broker).create(record, "test")
+    if not joins:
+        await JobStore(broker).create(record, "test")
     presence = Presence(
         actor=actor, role="server", host="h", pid=1, state="working", version=4, time=0
     )
@@ -97,6 +102,8 @@ async def canned_server(
         for verb, asked in (("chat", ChatRequest), ("complete", CompletionRequest)):
             answer = answering or server.answer
             await parts.endpoint(verb, scope.infer(verb), asked, InferPart, answer)
+            own = scope.infer_at(actor, verb)
+            await parts.endpoint(f"{verb}-here", own, asked, InferPart, answer)
         listening = await broker.listen(
             scope.infer("cancel"),
             lambda message: parts.cancel(CancelInference.from_bytes(message.data).request),
@@ -104,7 +111,8 @@ async def canned_server(
         yield server
         await listening.stop()
     beating.cancel()
-    await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")
+    if not joins:
+        await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")
 
 
 def serving_record(scope: JobScope, model: str = "my-run@4") -> JobRecord:

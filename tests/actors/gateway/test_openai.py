@@ -245,7 +245,7 @@ async def test_a_model_whose_servers_are_away_is_asked_again_and_not_unknown(
     await JobStore(broker).create(record, "test")
     async with openai_client(broker) as client:
         for model in ("my-run@4", record.name, "other-run@2"):
-            with pytest.raises(openai.InternalServerError, match="the job is RUNNING") as raised:
+            with pytest.raises(openai.InternalServerError, match="the run is RUNNING") as raised:
                 await client.chat.completions.create(model=model, messages=ASKED)
             assert raised.value.status_code == 503
             assert raised.value.response.headers["x-should-retry"] == "true"

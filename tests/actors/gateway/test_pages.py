@@ -317,30 +317,85 @@ async def test_tasks_that_failed_for_good_are_listed_repeated_and_dropped(
     assert sorted(decided[2:]) == [(0, "drop"), (1, "drop")]
 
 
-async def test_the_pages_fit_a_phone_and_follow_the_theme(
-    stack: Stack, gateway: Gateway, browser: Browser
+AUDIT = """() => {
+  const rgb = (text) => {
+    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
+    return text.startsWith("color(") ? [255 * r, 255 * g, 255 * b, a] : [r, g, b, a];
+  };
+  const mix = (top, below, i) => top[i] * top[3] + below[i] * (1 - top[3]);
+  const over = (top, below) => [...[0, 1, 2].map((i) => mix(top, below, i)), 1];
+  const ground = (one) => {
+    const layer = one ? rgb(getComputedStyle(one).backgroundColor) : [255, 255, 255, 1];
+    return layer[3] >= 1 ? layer : over(layer, ground(one.parentElement));
+  };
+  const linear = (part) => (part <= 10 ? part / 3295 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b) + 0.05;
+  const wrong = [];
+  if (document.querySelectorAll("h1").length !== 1) wrong.push("not one h1");
+  if (document.documentElement.scrollWidth > innerWidth) wrong.push("wider than the window");
+  if (window.hacked !== undefined || document.querySelector("img[src=x]")) wrong.push("a text ran");
+  for (const one of document.querySelectorAll("body *")) {
+    if (!one.checkVisibility() || one.disabled || one.closest("svg, .uplot")) continue;
+    const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    const below = ground(one), text = over(rgb(getComputedStyle(one).color), below);
+    const [a, b] = [light(text), light(below)];
+    const says = one.outerHTML.slice(0, 99);
+    if (own && Math.max(a, b) / Math.min(a, b) < 4.5) wrong.push(`faint: ${says}`);
+    if (!one.matches("a, button, input:not([type=hidden]), select, textarea")) continue;
+    const label = one.closest("label")?.textContent || one.getAttribute("aria-label");
+    if (!(label || one.textContent).trim()) wrong.push(`no name: ${says}`);
+  }
+  return wrong;
+}"""
+"""Return what is wrong with a page: contrast below 4.5, controls without names, too wide."""
+
+
+async def strange_values(stack: Stack, scope: JobScope) -> None:
+    """Append a group whose rewards are no numbers, with words of any direction and no spaces."""
+    words = HOSTILE + "\u202eمرحبا שלום " + "x" * 4000
+    asks = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+    rewards = (float("nan"), float("inf"), float("-inf"), 0.5)
+    episodes = [
+        make_trajectory([1, 2], [([5, 6], [7])], [reward], messages=asks, info={words: words})
+        for reward in rewards
+    ]
+    log = RolloutLog(stack.broker, scope)
+    await log.append(make_group(episodes, 2))
+    await log.append_payload(3, b"no group")
+    lines = LogLines(actor="learner", attempt=1, lines=[words], time=1.0)
+    await publish_log(stack.broker, scope, lines)
+    blame = Blame(boundary="task", code="bad_row", message=words, hint=words)
+    letter = DeadLetter(
+        task=Task(task=1, seed=2**63, group_size=1), blame=blame, num_attempts=1, source=words,
+        time=1.0,
+    )  # fmt: skip
+    await publish_dead(stack.broker, scope, letter)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
+async def test_every_page_fits_can_be_read_and_names_its_controls_whatever_a_run_says(
+    stack: Stack, gateway: Gateway, browser: Browser, width: int, scheme: Any
 ) -> None:
-    record = await finished_job(stack, gateway)
+    strange: dict[str, Any] = {"name": "n" * 60, "reason": "r" * 3000, "notes": HOSTILE}
+    record = await finished_job(stack, gateway, state="FAILED", tags=["t" * 60], **strange)
     await long_episode(stack, record.scope)
+    await strange_values(stack, record.scope)
     await publish_trace(stack.broker, record.scope, step_trace(1))
-    context = await browser.new_context(
-        base_url=gateway.url, viewport={"width": 390, "height": 800}, color_scheme="dark"
-    )
+    tabs = ("", "/logs", "/events", "/config", "/checkpoints", "/timeline", "/failed", "/rollouts")
+    episodes = ("/rollouts/1/0", "/rollouts/2/0", "/rollouts/3/0", "/rollouts/3/1?beside=3/2")
+    view: Any = {"width": width, "height": 800}
+    context = await browser.new_context(base_url=gateway.url, viewport=view, color_scheme=scheme)
     page = await context.new_page()
     colour = "getComputedStyle(document.body).backgroundColor"
     for path in (
-        "/jobs",
-        "/pool",
-        "/submit",
-        "/api",
-        "/playground",
-        f"/compare?run={record.job}",
-        *(f"/jobs/{record.job}{tab}" for tab in ("", "/logs", "/rollouts", "/rollouts/1/0")),
-        *(f"/jobs/{record.job}{tab}" for tab in ("/timeline", "/failed", "/rollouts/2/0")),
+        *("/jobs", "/pool", "/submit", "/api", "/playground", "/tinker", "/compare"),
+        *(f"/compare?run={record.job}", f"/remove?how=delete&run={record.job}"),
+        *(f"/jobs/{record.job}{tab}" for tab in (*tabs, *episodes)),
     ):
-        await page.goto(path)
-        wide = await page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= 390, f"{path} is {wide} pixels wide"
+        answer = await page.goto(path)
+        assert answer is not None
+        assert answer.status == 200, path
+        assert await page.evaluate(AUDIT) == [], path
     dark = await page.evaluate(colour)
     await page.click("[data-theme-toggle]")
     light = await page.evaluate(colour)
@@ -444,7 +499,9 @@ async def test_runs_that_are_chosen_are_laid_over_each_other(
         await page.goto("/jobs?state=completed&sort=-age")
         for job in jobs:
             await page.check(f"input[name=run][value='{job}']")
-        await page.wait_for_timeout(3500)  # the table is fetched anew; what is chosen stays
+        later = await finished_job(stack, gateway)  # the table is fetched anew
+        await expect(page.locator(f"input[name=run][value='{later.job}']")).to_be_visible()
+        await expect(page.locator(f"input[name=run][value='{jobs[-1]}']")).to_be_focused()
         await page.click("button:text('Compare')")
         await page.wait_for_url("**/compare?*")
         first = page.locator(f"[data-group=overview] [data-chart={REWARD}]")

@@ -128,7 +128,7 @@ async def test_an_episode_is_taken_played_rewarded_and_ended_over_http(host: Hos
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({}, 400, "job is missing"),
-    ({"job": "none"}, 404, "no job or run 'none'"),
+    ({"job": "none"}, 404, "no run 'none'"),
     ({"job": "JOB", "task": 3}, 400, "'task' is not supported here"),
     ({"job": "JOB", "wait_s": 999}, 400, "wait_s must be between 0 and 300"),
     ({"job": "JOB", "wait_s": 0}, 425, "its host has not started yet"),

@@ -281,7 +281,7 @@ async def assert_failed_tasks_are_decided(
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "says"),
     [
-        ("GET", "/api/v1/jobs/nope", None, 404, "no job or run 'nope'"),
+        ("GET", "/api/v1/jobs/nope", None, 404, "no run 'nope'"),
         ("GET", "/api/v1/nope", None, 404, "does not exist"),
         ("GET", "/api/v1/jobs?limit=many", None, 400, "limit='many'"),
         ("POST", "/api/v1/jobs", {}, 400, "config"),
@@ -292,12 +292,12 @@ async def assert_failed_tasks_are_decided(
         ("POST", "/api/v1/jobs", {"config": {"modell": {}}}, 400, "did you mean model"),
         ("POST", "/api/v1/jobs", {"config": {}, "extra": 1}, 400, "extra"),
         ("POST", "/api/v1/jobs", LEAST | {"weights_only": True}, 400, "starts from a checkpoint"),
-        ("POST", "/api/v1/jobs", LEAST | {"adapters": ["r@1"]}, 400, "for inference jobs"),
+        ("POST", "/api/v1/jobs", LEAST | {"adapters": ["r@1"]}, 400, "for inference runs"),
         ("POST", "/api/v1/jobs", b"{broken", 400, "not JSON"),
         ("POST", "/api/v1/jobs", b"[]", 400, "JSON object"),
-        ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),
+        ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no run"),
         ("POST", "/api/v1/jobs/nope/scale", {"role": "learner", "count": 1}, 400, "role"),
-        ("POST", "/api/v1/jobs/nope/scale", {"role": "server", "count": 1}, 404, "no job or run"),
+        ("POST", "/api/v1/jobs/nope/scale", {"role": "server", "count": 1}, 404, "no run"),
         ("POST", "/api/v1/jobs/nope/explode", {}, 404, "does not exist"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from tinkermq.actors.learner.ranks import processes
 from tinkermq.actors.learner.ranks.processes import PlacedRanks, RankActor, _RankProcess, _Waits
-from tinkermq.actors.training.parallel import Meeting, Parallel, num_collectives
-from tinkermq.actors.training.ranks import RankProgress
+from tinkermq.actors.training.parallel import Meeting, Parallel
+from tinkermq.actors.training.progress import num_collectives
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LearnerConfig
@@ -33,6 +33,15 @@ def test_the_rank_for_which_the_others_wait_is_named_once() -> None:
     assert waits.late({"rank-1": 1, "learner": 1}, 1000) == []  # all compute
 
 
+@pytest.mark.parametrize(
+    ("longest_s", "deadline_s"), [(None, 600), (0.1, 180), (60, 300), (500, 600)]
+)
+def test_a_rank_has_several_times_the_longest_duration_of_its_phase(
+    longest_s: float | None, deadline_s: float
+) -> None:
+    assert processes.deadline_s(longest_s) == deadline_s
+
+
 def test_collectives_of_training_are_counted_and_those_of_saves_are_not() -> None:
     import torch
 
@@ -42,6 +51,7 @@ def test_collectives_of_training_are_counted_and_those_of_saves_are_not() -> Non
         dist.all_reduce(torch.zeros(1))
         dist.all_reduce(torch.zeros(1), group=parallel.in_background.group)
         assert num_collectives() == before + 1
+        assert num_collectives(of_saves=True) == 1
     finally:
         parallel.leave()
     assert num_collectives() == 0
@@ -67,12 +77,13 @@ async def test_a_rank_whose_process_hangs_is_named_with_its_order(
         return state.error
 
     def age_s() -> float:
-        return time.monotonic() - RankProgress.read(process.progress_fd).at
+        return time.monotonic() - process.progress.at
 
     await until(lambda: age_s() < 2.5, "the process to run")
     os.kill(process.process.pid, signal.SIGSTOP)
     await until(lambda: age_s() > 3.5, "the process to be silent")
-    assert "rank-1 on h: its process hangs in begin: it has not run for" in await error()
+    place = "rank-1 on h in no phase of an order"
+    assert f"{place}: its process hangs: it has not run for" in await error()
     os.kill(process.process.pid, signal.SIGCONT)
     await until(lambda: age_s() < 2.5, "the process to run again")
     context.stopping.set()

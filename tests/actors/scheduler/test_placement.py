@@ -127,7 +127,7 @@ def test_jobs_behind_one_that_waits_fill_what_it_cannot_use() -> None:
     assert placed.assignments == []
     assert placed.waits == {
         "large": "is next: slots are kept for it until it has 4",
-        "small": "waits for 2 slots behind jobs before it",
+        "small": "waits for 2 slots behind runs before it",
     }
 
 
@@ -451,7 +451,7 @@ def test_a_job_does_not_share_a_cpu_share_or_where_it_is_told_not_to(placement: 
     placed = place([pair(placement)], [where])
     assert not placed.assignments
     assert placed.waits == {"a": "waits for 2 slots: the pool has 1 now"}
-    with pytest.raises(PlacementError, match="the job needs 2 slots"):
+    with pytest.raises(PlacementError, match="the run needs 2 slots"):
         refuse_impossible(pair(placement).actors, [where])
 
 

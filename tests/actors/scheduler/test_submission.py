@@ -159,7 +159,7 @@ async def test_an_output_folder_that_cannot_be_made_is_told(stack: Stack) -> Non
 async def test_users_do_not_see_each_other(stack: Stack) -> None:
     await stack.scheduler()
     job = await stack.submit(name="mine")
-    with pytest.raises(NotFoundError, match="user 'eve' has no job or run 'mine'"):
+    with pytest.raises(NotFoundError, match="user 'eve' has no run 'mine'"):
         await stack.ask("get", JobRequest(job="mine"), user="eve")
     with pytest.raises(NotFoundError):
         await stack.ask("stop", StopRequest(job=job.job), user="eve")
@@ -254,7 +254,7 @@ async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_has_a_copy_of
     assert (Path(here.fork_dir) / "learner" / "state.json").exists()
     assert (Path(only.fork_dir) / "config.json").read_text() == "40"
     assert not (Path(only.fork_dir) / "learner").exists()
-    with pytest.raises(StorageError, match="belongs to another job"):
+    with pytest.raises(StorageError, match="belongs to another run"):
         stores.open(f"broker:runs/local/{origin.job}/fork")
     await asyncio.to_thread(free_copies, fork, Stores(stack.broker))
     with pytest.raises(NotFoundError):
@@ -315,7 +315,7 @@ async def test_a_fork_of_a_run_whose_store_cannot_be_reached_or_read_is_told(
 async def test_a_job_may_begin_with_the_weights_of_another_run(stack: Stack) -> None:
     await stack.scheduler()
     origin = await stack.submit(name="origin")
-    with pytest.raises(ConfigError, match="weights_only is for a job that starts from"):
+    with pytest.raises(ConfigError, match="weights_only is for a run that starts from"):
         await stack.submit(weights_only=True)
     for step in (9, 40):
         folder = Path(origin.run_dir) / "checkpoints" / f"step_{step:06d}"
@@ -328,7 +328,7 @@ async def test_a_job_may_begin_with_the_weights_of_another_run(stack: Stack) -> 
     assert kept.parent == Path(record.run_dir)
     assert not (kept / "learner").exists()
     assert (kept / "config.json").read_text() == "40"
-    with pytest.raises(ConfigError, match="an SFT job was submitted without data"):
+    with pytest.raises(ConfigError, match="an SFT run was submitted without data"):
         await stack.submit(kind="sft")
     sft = await stack.submit(sft={"data": ["chats.jsonl"]})
     assert (sft.kind, slots_of(sft.actors)) == ("sft", 1)
@@ -376,7 +376,7 @@ async def test_a_job_may_begin_with_an_adapter_of_a_program_written_for_tinker(
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:
     await stack.scheduler()
     job = await stack.submit()
-    with pytest.raises(StateError, match="is QUEUED; only a RUNNING job can be paused"):
+    with pytest.raises(StateError, match="is QUEUED; only a RUNNING run can be paused"):
         await stack.ask("pause", JobRequest(job=job.job))
     await stack.ask("stop", StopRequest(job=job.job))
     await stack.until(job, "CANCELLED")
@@ -414,7 +414,7 @@ async def test_only_inference_jobs_follow_and_only_live_runs_are_followed(stack:
     infer = {"kind": "infer", "follow": run.name}
     job = await stack.ask("submit", stack.request().model_copy(update=infer))
     assert (job.follow, job.serves) == (run.job, run.name)
-    with pytest.raises(ConfigError, match="for inference jobs"):
+    with pytest.raises(ConfigError, match="for inference runs"):
         await stack.ask("submit", stack.request().model_copy(update={"follow": run.name}))
     chained = stack.request().model_copy(update={"kind": "infer", "follow": job.name})
     with pytest.raises(StateError, match="has no new versions"):

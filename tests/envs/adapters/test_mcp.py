@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import gzip
 import json
 import os
@@ -39,10 +38,14 @@ HERE = Path(__file__).parent
 REAL, SCRIPTED = HERE / "mcp_servers.py", HERE / "scripted_mcp.py"
 
 
+GAMES: list[McpGame] = []
+
+
 @pytest.fixture(autouse=True)
 async def _closed_sessions() -> Any:
     yield
-    gc.collect()
+    while GAMES:
+        GAMES.pop().close()
     await asyncio.sleep(0)
     await close_all()
 
@@ -71,6 +74,7 @@ def real(name: str, **keys: Any) -> dict[str, Any]:
 
 async def opened(*servers: dict[str, Any], **arguments: Any) -> McpGame:
     game = McpGame(servers=list(servers), **arguments)
+    GAMES.append(game)
     await game.reset(ground_truth="4")
     return game
 
@@ -448,7 +452,7 @@ async def test_a_host_waits_for_a_place_among_the_sessions_and_says_so_when_ther
     assert await said(first, call("echo", text="1")) == ["1"]
     with pytest.raises(GameError, match=r"1 sessions with .* are open, and none ended within 5 s"):
         await second.step(call("echo", text="2"))
-    await first.step("I am done.")
+    first.close()
     assert await said(second, call("echo", text="2")) == ["2"]
 
 

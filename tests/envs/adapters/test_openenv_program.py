@@ -158,7 +158,7 @@ def crashed(message: dict[str, Any]) -> Any:
         (error_of_capacity, "answered reset with 'Server at capacity: 1/1'"),
         (crashed, "agent failed in turn 1: harness process is not running"),
         (lambda _: [1], "answered reset with [1]"),
-        (lambda _: {"type": "observation", "data": {"reward": 1.0}}, "done: Field required"),
+        (lambda _: {"type": "observation", "data": {"reward": 1.0}}, "done: is missing"),
     ],
 )
 def test_an_episode_that_an_environment_could_not_run_is_a_crash(

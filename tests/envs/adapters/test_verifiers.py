@@ -104,6 +104,7 @@ def test_a_stop_condition_of_the_task_ends_the_episode():
 
 def test_an_episode_that_is_given_up_leaves_nothing_behind():
     game, _ = opened(taskset="ladder-tasks")
+    game.close()
     gone = weakref.ref(game)
     del game
     opened(taskset="word-tasks")[0].step("x")

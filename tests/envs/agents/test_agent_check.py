@@ -183,7 +183,7 @@ async def test_a_command_that_is_not_there_and_a_job_without_one_are_refused(
     with pytest.raises(ConfigError, match="'/nowhere' is not a folder"):
         await tried("", files="/nowhere")
     game = JobConfig.model_validate({"model": {"path": "m"}, "env": {"game": "guess"}})
-    with pytest.raises(ConfigError, match="this job has no program"):
+    with pytest.raises(ConfigError, match="this run has no program"):
         await check_program(broker, game)
 
 

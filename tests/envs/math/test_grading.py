@@ -2,10 +2,11 @@
 
 import os
 import re
+import resource
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,20 @@ def test_answers_as_people_write_them_are_judged_as_people_would(patient):
 def test_an_answer_that_takes_too_long_ends_its_process_and_the_next_is_graded(grader):
     assert grader.grade("x", DEEP) == "late"
     assert grader.grade("x", "x") == "right"
+
+
+@pytest.mark.full
+def test_a_process_with_thousands_of_open_files_grades() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    try:
+        with ExitStack() as files:
+            while files.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+                pass
+            with closing(Grader(1)) as grader:
+                assert grader.grade(r"\frac{1}{2}", "0.5") == "right"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_memory_of_a_worker_is_bounded_by_the_kernel_and_it_does_not_stay_for_ever(grader):

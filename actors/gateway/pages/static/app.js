@@ -54,22 +54,27 @@
   for (const place of document.querySelectorAll("[data-refresh]")) {
     const url = place.dataset.refresh + (place.dataset.refresh.includes("?") ? "&" : "?") + "part=rows";
     let shown = null;
-    setInterval(async () => {
-      const busy = place.contains(document.activeElement) && document.activeElement.matches("input:not([type=checkbox]), button");
+    const refresh = async () => {
+      const focused = place.contains(document.activeElement) ? document.activeElement : null;
+      const busy = focused?.matches("input:not([type=checkbox]), button") || (!getSelection().isCollapsed && place.contains(getSelection().anchorNode));
       if (document.hidden || busy) return;
-      try {
-        const reply = await fetch(url, { headers: { accept: "text/html" } });
-        if (reply.redirected || reply.status === 401) return location.reload();
-        if (!reply.ok) return;
-        const html = await reply.text();
-        if (shown !== null && html !== shown) {
-          const chosen = new Set([...place.querySelectorAll("input:checked")].map((one) => one.value));
-          place.innerHTML = html;
-          for (const one of place.querySelectorAll("input[type=checkbox]")) one.checked = chosen.has(one.value);
-        }
-        shown = html;
-      } catch { /* the gateway is away; the next round tries again */ }
-    }, Number(place.dataset.every) * 1000);
+      const reply = await fetch(url, { headers: { accept: "text/html" } });
+      if (reply.redirected || reply.status === 401) return location.reload();
+      if (!reply.ok) return;
+      const html = await reply.text();
+      if (shown !== null && html !== shown) {
+        const chosen = new Set([...place.querySelectorAll("input:checked")].map((one) => one.value));
+        const left = [...place.querySelectorAll(".scroll")].map((one) => one.scrollLeft);
+        const name = focused && ["href", "value"].find((key) => focused.hasAttribute(key));
+        place.innerHTML = html;
+        for (const one of place.querySelectorAll("input[type=checkbox]")) one.checked = chosen.has(one.value);
+        place.querySelectorAll(".scroll").forEach((one, at) => { one.scrollLeft = left[at] || 0; });
+        if (name) place.querySelector(`${focused.localName}[${name}="${CSS.escape(focused.getAttribute(name))}"]`)?.focus({ preventScroll: true });
+      }
+      shown = html;
+    };
+    const again = () => setTimeout(() => refresh().catch(() => { /* the gateway is away */ }).finally(again), Number(place.dataset.every) * 1000);
+    again();
   }
 
   const filter = document.querySelector("[data-log-filter]");

@@ -348,8 +348,11 @@
     if (run.whole) return run.url;
     return some.length > MAX_NAMED ? run.url : `${run.url}?names=${encodeURIComponent(some.map((name) => name.replace(/[,*?[\]]/g, "?")).join(","))}`;
   };
-  let asking = 0;
+  let asking = 0, next = 0; // one request at a time is waited for, and one is to come
+  const later = (ms) => { clearTimeout(next); next = setTimeout(load, ms); };
   const load = async () => {
+    clearTimeout(next);
+    if (document.hidden && loaded) return later(1000);
     const mine = (asking += 1), some = wanted();
     try {
       const replies = await Promise.all(runs.map(async (run) => {
@@ -363,12 +366,13 @@
       for (const detail of early.splice(0)) append(runs[0], detail);
       learn(replies.flatMap((reply) => reply.names || Object.keys(reply.series)));
     } catch (error) {
+      if (mine !== asking) return;
       note.textContent = "The curves cannot be loaded; trying again …";
-      return setTimeout(load, 3000);
+      return later(3000);
     }
     if (some.length <= MAX_NAMED && wanted().some((name) => names.includes(name) && !some.includes(name))) load();
-    else if (runs.some((run) => !run.data.complete)) setTimeout(load, 1000);
-    else if (every) setTimeout(load, 1000 * every);
+    else if (runs.some((run) => !run.data.complete)) later(1000);
+    else if (every) later(1000 * every);
   };
 
   // ---- the controls

@@ -23,7 +23,9 @@
     for (const part of fresh.content.querySelectorAll("[data-part]")) {
       const old = page.querySelector(`[data-part="${part.dataset.part}"]`);
       if (old && old.innerHTML !== part.innerHTML && !old.contains(document.activeElement)) {
+        const left = old.scrollLeft;
         old.replaceWith(part);
+        part.scrollLeft = left;
       }
     }
   };

@@ -42,6 +42,7 @@
     const waits = wanted && !there.includes(wanted);
     note.replaceChildren(waits ? `${wanted} does not answer yet. ` : there.length ? "Every answer shows its tokens." : "");
     offers.hidden = Boolean(names.length);
+    for (const part of [settings, say, find("[data-system-message]")]) part.hidden = !names.length;
     const own = served.find((one) => one.id === (settings.model.value || wanted));
     const job = own ? own.owned_by !== "tinker" && own.job : waits && root.dataset.job;
     serving.hidden = !job;

@@ -1,13 +1,20 @@
 "use strict";
 // One chart: lines of one run or of several, drawn by uPlot; its picture and its table.
 (() => {
-  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // A colour of the theme, as a canvas takes it.
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.hidden = true;
+  const style = (name, opacity = 1) => {
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color.replace("rgb(", "rgba(").replace(")", `, ${opacity})`);
+  };
   const sync = uPlot.sync("steps");
 
   const short = (value) => {
     if (value === null || value === undefined) return "";
     if (Math.abs(value) < 1e-12) return "0";
     const size = Math.abs(value);
+    if (size >= 1e12) return value.toExponential(1);
     if (size >= 1e9) return `${(value / 1e9).toPrecision(3)}G`;
     if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
     if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
@@ -83,13 +90,13 @@
       const series = [{ label: x }], bands = [];
       this.main = [];
       this.lines.forEach((line, number) => {
-        const colour = style(`--c${1 + (number % 10)}`);
+        const name = `--c${1 + (number % 10)}`, colour = style(name);
         if (line.low) {
-          bands.push({ series: [series.length, series.length + 1], fill: `${colour}2b` });
+          bands.push({ series: [series.length, series.length + 1], fill: style(name, 0.17) });
           const edge = { show: true, stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
           series.push({ ...edge }, { ...edge });
         }
-        if (smooth > 0) series.push({ stroke: `${colour}40`, width: 1, spanGaps: true, points: { show: false } });
+        if (smooth > 0) series.push({ stroke: style(name, 0.25), width: 1, spanGaps: true, points: { show: false } });
         this.main.push(series.length);
         const few = line.y.length < 60;
         series.push({ label: line.label, stroke: colour, width: 1.5, spanGaps: true, points: { show: few, size: 4, fill: colour } });

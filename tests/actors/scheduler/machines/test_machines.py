@@ -72,9 +72,9 @@ def test_what_the_owner_adds_comes_last() -> None:
     [
         ("gpu", "'gpu' names no source of machines"),
         ("ssh:node1", "'ssh:node1' names no source of machines"),
-        ("kind: slurm\nslot_hours_per_day: 0", "slot_hours_per_day: Input should be greater"),
+        ("kind: slurm\nslot_hours_per_day: 0", "slot_hours_per_day: must be > 0"),
         ("kind: slurm\nmost: 2\nleast: 3", "least is 3, more than most, which is 2"),
-        ("kind: slurm\nparttion: gpu", "parttion: Extra inputs are not permitted"),
+        ("kind: slurm\nparttion: gpu", "parttion: is not a known key"),
         ("kind: none\npartition: gpu", "partition has no effect while kind is 'none'"),
     ],
 )

@@ -15,6 +15,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 class CacheConfig:
+    block_size: int
+    enable_prefix_caching: bool
     kv_cache_size_tokens: int | None
     kv_cache_memory_bytes: int | None
 

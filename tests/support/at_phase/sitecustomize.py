@@ -1,0 +1,33 @@
+"""A fault in a phase of a learner's rank: with this folder in PYTHONPATH, for all of its processes.
+
+The file that TEST_FAULT names holds a rank, a phase, and the number of a signal, or 0: the thread
+waits until the file `.caught` beside it is removed, while the others of its process run.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+_FILE = Path(os.environ["TEST_FAULT"])
+
+
+def _at_phase(event: str, arguments: tuple[object, ...]) -> None:
+    if event != "tinkermq.phase" or not arguments[0]:
+        return
+    rank = int("tinkermq.actors.learner.ranks.worker" in sys.orig_argv)
+    with contextlib.suppress(FileNotFoundError):
+        wanted_rank, phase, signal = _FILE.read_text().split()
+        if (int(wanted_rank), phase) != (rank, arguments[0]):
+            return
+        caught = _FILE.with_suffix(".caught")
+        _FILE.rename(caught)
+        caught.with_suffix(".pid").write_text(str(os.getpid()))
+        if int(signal):
+            os.kill(os.getpid(), int(signal))
+        while not int(signal) and caught.exists():
+            time.sleep(0.05)
+
+
+sys.addaudithook(_at_phase)
