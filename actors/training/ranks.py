@@ -27,7 +27,7 @@ from ...schemas.local.folder import process_folder
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError
 from .parallel import Meeting, Parallel
-from .progress import Phases, Progress
+from .progress import Phases, RankProgress
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ranks:
         """There are no other ranks."""
         self._config = config
         self._parallel = Parallel()
-        self._progress = Progress()
+        self._progress = RankProgress()
 
     @contextlib.contextmanager
     def beginning(

@@ -313,10 +313,10 @@ def _explain(error: CycloptsError) -> Any:
                 f"Unknown option: {option}. Write the configuration key: {written}"
             )
     command = " ".join(("tinkermq", *(error.command_chain or ())))
-    told = str(error).split(" Available commands:")[0]
+    message = str(error).split(" Available commands:")[0]
     if isinstance(error, UnusedCliTokensError):
-        told = f"Not expected here: {' '.join(error.unused_tokens or [])}."
-    return CycloptsPanel(f"{told} See `{command} --help`.")
+        message = f"Not expected here: {' '.join(error.unused_tokens or [])}."
+    return CycloptsPanel(f"{message} See `{command} --help`.")
 
 
 def build_app() -> App:

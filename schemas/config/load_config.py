@@ -79,7 +79,7 @@ def core_value(text: str) -> Any:
 
 
 def read_value(text: str, what: str, expected: Any = Any) -> Any:
-    """Return a YAML text's value for a key of type `wanted`; ConfigError names `what`."""
+    """Return a YAML text's value for a key of type `expected`; ConfigError names `what`."""
     try:
         events = iter(yaml.parse(text.removeprefix("\ufeff"), Loader=_LOADER))
         return _Builder(events, what).document(expected)
@@ -99,12 +99,12 @@ def _yaml_problem(error: Exception) -> str:
     mark: Any = getattr(error, "problem_mark", None)
     if mark is None:
         return str(error)
-    found = " ".join(str(getattr(error, name) or "") for name in ("context", "problem"))
-    return f"line {mark.line + 1}, column {mark.column + 1}: {found.strip()}"
+    problem = " ".join(str(getattr(error, name) or "") for name in ("context", "problem"))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem.strip()}"
 
 
 def read_argument(text: str, what: str, expected: Any) -> Any:
-    """Return the value of `key=value` for a key of type `wanted`.
+    """Return the value of `key=value` for a key of type `expected`.
 
     For a text key it is taken as written, with `#`, `:` and brackets, without enclosing quotes.
     """
