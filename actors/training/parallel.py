@@ -53,7 +53,7 @@ from ..weights.broadcast_group import (
 from ..weights.shared_memory import UnfinishedFile
 from ..weights.tensors import DTYPES, CopiedWeights, DigestedCopy, TensorBytes
 from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
-from .progress import BACKGROUND, RankProgress
+from .progress import BACKGROUND, ProcessPhases
 from .varlen import AttentionKey, choose_attention, set_attention
 
 # -- attention over sequences whose columns are divided over processes -----------------------------
@@ -286,7 +286,7 @@ class Parallel:
         mesh: DeviceMesh | None = None,
         sequence: SequenceGroup | None = None,
         background: dist.ProcessGroup | None = None,
-        progress: RankProgress | None = None,
+        progress: ProcessPhases | None = None,
     ) -> None:
         """A rank that computes on `device` (default: where the model is), of a mesh if sharded.
 
@@ -301,7 +301,7 @@ class Parallel:
         self._mesh = mesh
         self.sequence = sequence
         self._background = background
-        self._progress = progress or RankProgress()
+        self._progress = progress or ProcessPhases()
         self.phases = self._progress.training
 
     @classmethod
@@ -315,7 +315,7 @@ class Parallel:
         rank: int,
         config: LearnerConfig,
         meeting: "Meeting",
-        progress: RankProgress | None = None,
+        progress: ProcessPhases | None = None,
     ) -> "Parallel":
         """Connect to the other ranks; call `leave` at the end.
 

@@ -84,7 +84,7 @@ class Phases:
         sys.audit("tinkermq.phase", name)
 
 
-class RankProgress:
+class ProcessPhases:
     """The phases of this process; its other threads, and processes with its file, may read them."""
 
     def __init__(self, descriptor: int | None = None) -> None:

@@ -27,7 +27,7 @@ from ...schemas.local.folder import process_folder
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError
 from .parallel import Meeting, Parallel
-from .progress import Phases, RankProgress
+from .progress import Phases, ProcessPhases
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ranks:
         """There are no other ranks."""
         self._config = config
         self._parallel = Parallel()
-        self._progress = RankProgress()
+        self._progress = ProcessPhases()
 
     @contextlib.contextmanager
     def beginning(

@@ -27,15 +27,15 @@ from ...training.functions.wire import STEP_KINDS
 from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
-from ...training.progress import RankProgress
+from ...training.progress import ProcessPhases
 from ...training.ranks import Order, folder_here
 
 _log = structlog.get_logger()
 
 
-def serve(rank: int, orders: Connection, progress: RankProgress | None = None) -> None:
+def serve(rank: int, orders: Connection, progress: ProcessPhases | None = None) -> None:
     """Carry out orders until there are no more; `progress` reports their phases."""
-    progress = progress or RankProgress()
+    progress = progress or ProcessPhases()
     order = Order.receive(orders)
     with order.during(progress.training):
         policies, parallel = _begin(rank, order, progress)
@@ -51,7 +51,7 @@ def serve(rank: int, orders: Connection, progress: RankProgress | None = None) -
         parallel.leave()
 
 
-def _begin(rank: int, order: Order, progress: RankProgress) -> tuple[Policies, Parallel]:
+def _begin(rank: int, order: Order, progress: ProcessPhases) -> tuple[Policies, Parallel]:
     """Meet the other ranks, and load with them the models and what has been trained."""
     config = JobConfig.model_validate_json(order.fields["config"])
     let_segments_grow()
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
     rank = int(argv[0])
     configure_logging(role="learner", rank=rank)
     try:
-        serve(rank, Connection(sys.stdin.fileno(), writable=False), RankProgress(int(argv[2])))
+        serve(rank, Connection(sys.stdin.fileno(), writable=False), ProcessPhases(int(argv[2])))
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())
