@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -106,11 +106,20 @@ def quiet_logs() -> None:
     """
     if structlog.is_configured():
         return
-    name = os.environ.get(LEVEL_VARIABLE, "warning").upper()
+    name = os.environ.get(LEVEL_VARIABLE, "").upper()
     level = logging.getLevelNamesMapping().get(name, logging.WARNING)
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level), logger_factory=_stderr_logger
+        processors=None if name else [structlog.processors.format_exc_info, _plain],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=_stderr_logger,
     )
+
+
+def _plain(_logger: Any, level: str, entry: MutableMapping[str, Any]) -> str:
+    """Return an entry as a line for people: its words, its values, and the hint."""
+    words, hint = str(entry.pop("event")).replace("_", " "), entry.pop("hint", "")
+    values = ", ".join(f"{key}={value}" for key, value in entry.items())
+    return f"{level}: {words} ({values})" + (f"; {hint}" if hint else "")
 
 
 def _stderr_logger(*_: Any) -> structlog.PrintLogger:

@@ -169,7 +169,8 @@ async def _newest_version(pool: Pool, record: JobRecord) -> int:
     if learner is None or learner.value.version is None:
         raise NotFoundError(
             f"run {record.name} has no learner with a heartbeat yet",
-            hint=f"see what it waits for: `tinkermq watch {record.name}`",
+            hint=f"it is of kind {record.kind} and {record.state}; only a run that trains is "
+            "evaluated by its name, others by RUN@STEP or their model's folder",
         )
     return learner.value.version
 

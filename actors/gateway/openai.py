@@ -208,7 +208,7 @@ class ServingJobs:
                 f"{record.state}",
                 hint=f"retry when its servers have started; see `tinkermq logs {record.name}`",
             )
-        there = ", ".join(serving.model for serving in await self.list(broker))
+        there = ", ".join(sorted({serving.model for serving in await self.list(broker)}))
         raise errors.NotFoundError(
             f"no model {name!r} is served to user {broker.user!r}",
             hint=f"there are: {there}" if there else "serve one: `tinkermq serve RUN@STEP`",
@@ -677,9 +677,14 @@ def guarded(
     return answer
 
 
+_WITHOUT_V1 = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+"""Paths of clients whose base URL lacks `/v1`."""
+
+
 def is_of_api(path: str) -> bool:
     """Whether errors at a path have the form of a model API."""
-    return path.startswith(("/v1/", f"{OF_TINKER}/")) or path in ("/tokenize", "/detokenize")
+    of_api = ("/v1/", f"{OF_TINKER}/", *_WITHOUT_V1)
+    return path.startswith(of_api) or path in ("/v1", "/tokenize", "/detokenize")
 
 
 def api_of(path: str) -> answers.ModelApi:

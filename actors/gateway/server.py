@@ -206,12 +206,13 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     path, status = request.url.path, error.status_code
     if openai.is_of_api(path) and status in (404, 405):
         message = openai.no_endpoint(request.method, path, status)
-        return _error_response(request, message, status, error.headers)
-    message = errors.NotFoundError(
-        f"page {path} does not exist" if status == 404 else error.detail,
-        hint="" if status != 404 else "start at /jobs",
-    )
-    return _error_response(request, message, error.status_code, error.headers)
+    else:
+        what = f"page {path} does not exist" if status == 404 else error.detail
+        if status == 405:
+            what = f"{request.method} is not answered at {path}"
+        hint = {404: "start at /jobs; operations for programs: /api", 405: "see /api"}
+        message = errors.NotFoundError(what, hint=hint.get(status, ""))
+    return _error_response(request, message, status, error.headers)
 
 
 async def _late(request: Request, error: TimeoutError) -> Response:

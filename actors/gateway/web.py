@@ -164,11 +164,12 @@ async def json_of(request: Request) -> dict[str, Any]:
     try:
         value = read_json(body)
     except MessageError as error:
-        raise MessageError(f"the body is not JSON: {error.message}", hint=error.hint) from error
+        raise MessageError(f"the body cannot be read: {error.message}", hint=error.hint) from error
     if kind != "application/json" or not isinstance(value, dict):
         raise MessageError(
-            f"the body must be a JSON object, sent as application/json; it is a JSON "
-            f"{type(value).__name__}, sent as {kind or 'nothing'}"
+            "the body must be a JSON object, sent as application/json; it is a JSON "
+            f"{type(value).__name__}, sent as {kind or 'nothing'}",
+            hint="with curl: -H 'content-type: application/json' -d '{…}'",
         )
     return cast("dict[str, Any]", value)
 

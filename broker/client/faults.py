@@ -252,8 +252,8 @@ def refused(url: str, error: Exception) -> errors.LogInRefusedError:
     """Return the error of a user whom the server refuses."""
     return errors.LogInRefusedError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
-        hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "
-        "user rotate`); so may the user and password in the URL",
+        hint="set TINKERMQ_API_KEY if it is unset; else the key may be mistyped, revoked, expired "
+        "or another pool's (an admin makes a new one: `tinkermq user rotate`)",
     )
 
 

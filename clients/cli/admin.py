@@ -285,6 +285,8 @@ def init(
     print_text(f"  the key of [bold]{admin}[/], shown this once:")
     print_text(f"  export {KEY_VARIABLE}={key}")
     print_plain(f"  to run your own nats-server, include {PoolSecrets(folder).accounts}")
+    if Home(folder.parent).read_running_stack():
+        print_text("  [bold]tinkermq down[/]              stop the pool that runs without users")
     print_text("  [bold]tinkermq up[/]                start the pool, with authentication")
     print_text("  [bold]tinkermq user add NAME[/]     make a user")
     return 0

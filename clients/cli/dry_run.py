@@ -10,6 +10,7 @@ from ...schemas.checks import CheckResult, CheckSkipped, failed_check, raise_fai
 from ...schemas.config.job import JobConfig
 from ...schemas.plan.settings import refuse_models
 from ...schemas.wire import errors
+from ..base import quiet_logs
 from ..home import find_url
 from ..pool import Pool
 from ..validation import (
@@ -85,6 +86,7 @@ def _check_here(
     config: JobConfig, url: str | None, from_run: str | None, within_s: float
 ) -> Results:
     """Run the checks of files, data, game or program, and of the model if it is here."""
+    quiet_logs()
     results: Results = {"model": [], "data": [], "game": []}
     if url is None or is_local_pool(url):
         results["data"].append(run_check("files", lambda: _find_files(config)))

@@ -27,6 +27,7 @@ from ...schemas.local.folder import temporary_folder
 from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import blaming
 from ...schemas.wire.images import plain_text
+from ..base import quiet_logs
 from . import output
 from .checks import check_model, print_checks, run_process
 from .run_host import host_run, make_host
@@ -59,6 +60,7 @@ def open_game(
 
     Raises ConfigError.
     """
+    quiet_logs()
     if _is_file(game, train_data, val_data):
         yield _from_yaml(game, arguments)
         return

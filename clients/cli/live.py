@@ -88,7 +88,7 @@ class LineDisplay:
         progress = self._progress
         stepped = update_progress(progress, update)
         if isinstance(update, JobRecord):
-            if update.state != self._state:
+            if update.state != self._state or update.state == "QUEUED":
                 self._move(update.state, update.reason)
             if progress.unlearnt and not self._has_ended:
                 print_plain(progress.unlearnt)

@@ -1,5 +1,6 @@
 """`tinkermq serve`, `infer` and `tinker up`: put models on the pool, and play games with them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,7 +81,13 @@ def serve(
         )
         if not common.json:
             print_text(f"[bold green]submitted[/] [bold]{record.name}[/]  (job {record.job})")
-        return record if detach else await wait_until_served(pool, record, START_S, _print_queued)
+        if detach:
+            return record
+        try:
+            return await wait_until_served(pool, record, START_S, _print_queued)
+        except asyncio.CancelledError:  # by Ctrl-C
+            print_note(f"detached; the run continues (`tinkermq stop {record.name}` ends it)")
+            raise
 
     url = find_url(common.nats_url)
     record = with_pool(url, work)

@@ -201,8 +201,9 @@ def _print_end(progress: RunProgress) -> None:
     record = progress.record
     if progress.validation:
         steps = sorted(progress.validation)
-        first, last = (progress.validation[step] for step in (steps[0], steps[-1]))
-        print_text(f"validation {first:.3f} at step {steps[0]}, {last:.3f} at step {steps[-1]}")
+        shown = dict.fromkeys((steps[0], steps[-1]))
+        scores = ", ".join(f"{progress.validation[step]:.3f} at step {step}" for step in shown)
+        print_text(f"validation {scores}")
     print_plain(f"run folder  {record.run_dir}")
     if record.state == "FAILED":
         print_text(f"  tinkermq logs {record.name}      what its actors wrote")

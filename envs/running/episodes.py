@@ -56,7 +56,7 @@ _TRIES = 5
 def global_draws(game_class: type) -> list[str]:
     """Return where the class's module calls functions of `random`, at most five places.
 
-    Empty without source code.
+    Other games of the module do not count. Empty without source code.
     """
     module = sys.modules.get(game_class.__module__)
     try:
@@ -66,10 +66,17 @@ def global_draws(game_class: type) -> list[str]:
     modules, functions = _names(tree)
     draws = [
         f"{ast.unparse(call.func)} in line {call.lineno}"
-        for call in ast.walk(tree)
+        for node in tree.body
+        if not _is_other_game(getattr(module, getattr(node, "name", ""), None), game_class)
+        for call in ast.walk(node)
         if isinstance(call, ast.Call) and _draws(call.func, modules, functions)
     ]
     return draws[:_MOST]
+
+
+def _is_other_game(value: Any, game_class: type) -> bool:
+    is_game = isinstance(value, type) and issubclass(value, AbstractGame)
+    return is_game and not issubclass(game_class, value)
 
 
 def _parsed(source: str) -> ast.Module:

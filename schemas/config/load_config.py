@@ -533,17 +533,14 @@ def all_keys(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[str]:
 
 
 def _closest(key: str, prefix: str) -> str:
+    """Return a hint for an unknown key: a near key of its section, or a near last word of any."""
     keys = all_keys()
-    whole = f"{prefix}{key}"
     by_last = {known.rsplit(".", 1)[-1]: known for known in reversed(keys)}
-    same_section = [known for known in keys if known.startswith(prefix)]
-    near = difflib.get_close_matches(whole, same_section, n=1, cutoff=0.6)
-    near = near or difflib.get_close_matches(whole, keys, n=1, cutoff=0.6)
-    if not near:
-        last = key.rsplit(".", 1)[-1]
-        near = [by_last[name] for name in difflib.get_close_matches(last, list(by_last), n=1)]
-    known = f"see `tinkermq config schema` for all keys of tinkermq {VERSION}"
-    return f"did you mean {near[0]}?" if near else known
+    in_section = {known.removeprefix(prefix): known for known in keys if known.startswith(prefix)}
+    for typed, names in ((key, in_section), (key.rsplit(".", 1)[-1], by_last)):
+        if near := difflib.get_close_matches(typed, list(names), n=1):
+            return f"did you mean {names[near[0]]}?"
+    return f"see `tinkermq config schema` for all keys of tinkermq {VERSION}"
 
 
 def _refusal(problems: Sequence[ErrorDetails]) -> ConfigError:

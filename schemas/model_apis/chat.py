@@ -110,7 +110,7 @@ def _read_include_usage(fields: Fields) -> tuple[bool, list[str]]:
 def _read_messages(fields: Fields) -> tuple[ModelMessage, ...]:
     messages = fields.items("messages")
     if not messages:
-        raise RequestError("messages is empty", param="messages")
+        raise RequestError("messages must be a list of at least one message", param="messages")
     try:
         return conversation(messages)
     except UnreadableMessageError as error:
@@ -131,7 +131,10 @@ def canonical_message(message: Mapping[str, Any], place: str) -> ModelMessage:
     """Return a message that `read_conversation` read; RequestError for an unknown role."""
     role = message["role"]
     if role not in ("system", "user", "assistant", "tool"):
-        raise RequestError(f"{place}.role is {role!r}", param=f"{place}.role")
+        raise RequestError(
+            f"{place}.role must be system, user, assistant or tool, and is {role!r}",
+            param=f"{place}.role",
+        )
     content = message["content"]
     parts = [content] if isinstance(content, str) else [_part(part) for part in content]
     name = message.get("tool_call_id") or message.get("name") if role == "tool" else ""

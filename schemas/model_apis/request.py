@@ -124,7 +124,7 @@ def json_of(raw: bytes) -> Any:
     try:
         return read_json(raw)
     except MessageError as error:
-        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+        raise RequestError(f"the body cannot be read: {error.message}") from error
 
 
 class Fields:

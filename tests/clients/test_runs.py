@@ -373,15 +373,16 @@ def test_a_change_of_state_is_one_line(
 ) -> None:
     display = LineDisplay(progress)
     queued = progress.record.model_copy(update={"state": "QUEUED", "reason": "waits for a node"})
+    full = queued.model_copy(update={"reason": "is next; other holds 2"})
     running = queued.model_copy(update={"state": "RUNNING", "reason": "all actors run"})
     told: list[Event | JobRecord] = []
-    for record in (queued, running):
+    for record in (queued, full, running):
         kind = f"job_{record.state.lower()}"
         event = Event(kind=kind, source="scheduler", time=0, message=record.reason)
-        told += [record, event] if record is queued else [event, record]
+        told += [record, event] if record is queued else [event, record, record]
     for update in told:
         display.show(update)
-    states = ("QUEUED waits for a node", "RUNNING all actors run")
+    states = ("QUEUED waits for a node", "QUEUED is next; other holds 2", "RUNNING all actors run")
     shown = "".join(f"{queued.name} {state}\n" for state in states)
     assert capsys.readouterr().out == shown
 

@@ -429,6 +429,12 @@ def test_bad_and_missing_deals_of_a_negotiation(actions, seller, buyer, good):
 # -- A game's host warns of draws from the generator that all games share --------------------------
 
 
+class Neighbour(AbstractGame):
+    """Draws nothing, beside a game that does."""
+
+    get_system_prompt = get_initial_user_message = reset = step = lambda self, *_, **__: ""
+
+
 class Drawn(AbstractGame):
     """Draws from the module in two ways, and rightly in two others."""
 
@@ -450,7 +456,7 @@ def test_draws_are_found_with_their_lines():
     found = [place.split(" in line ") for place in global_draws(Drawn)]
     assert [name for name, _ in found] == ["random.randint", "pick"]
     assert all(line.isdigit() for _, line in found)
-    assert global_draws(opentinker_games.Board) == []
+    assert global_draws(Neighbour) == global_draws(opentinker_games.Board) == []
 
 
 @pytest.mark.parametrize(("game", "warned"), [(Drawn, True), (opentinker_games.Board, False)])

@@ -48,6 +48,7 @@ def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
         ({"algorithm": {"advantage": "nope"}}, r"algorithm\.advantage='nope': .*'grpo'"),
         ({"env": {"train_data": "rows.jsonl"}}, r"env\.train_data='rows.jsonl'"),
         ({"name": "No Name"}, r"name='No Name'"),
+        ({"learner": {"fsdp": 1}}, r"learner\.fsdp\n +see `tinkermq config schema` for all keys"),
         ({"trainig": {"num_steps": 3}}, r"trainig\.num_steps\n.*did you mean training\.num_steps"),
         ({"weights": {"folder": "x"}}, ""),
         ({"critic": {"path": "x"}}, ""),

@@ -305,7 +305,7 @@ def _ended(record: JobRecord, main: ActorStatus | None) -> Transition | None:
     if record.state == "STARTING":
         return Transition("RUNNING", f"the {role} ran to its end")
     if record.stop != "no":
-        return _end(record, "stopped with a checkpoint")
+        return _end(record, "stopped with a checkpoint" if record.trains else "stopped")
     return Transition("COMPLETED", f"the {role} has finished")
 
 

@@ -131,6 +131,8 @@ def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
         return f"it has those of steps {', '.join(map(str, sorted(there)))}"
     if is_put_away(origin) and origin.archived is not None:
         return f"they are archived: restore them (`tinkermq archive {origin.name} --undo`)"
+    if is_final(origin):
+        return f"it is {origin.state}, and wrote none (training.save_freq)"
     return "wait until it has written one (training.save_freq)"
 
 

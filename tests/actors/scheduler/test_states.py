@@ -105,6 +105,13 @@ def test_a_stopped_job_is_cancelled_once_its_learner_has_drained() -> None:
     assert after(job, said("learner", "exited")) == "CANCELLED"
     complete = record("RUNNING", stop="drain", stop_complete=True)
     assert after(complete, said("learner", "exited")) == "COMPLETED"
+    for kind, reason in (("train", "stopped with a checkpoint"), ("infer", "stopped")):
+        role = {"train": "learner", "infer": "server"}[kind]
+        actors = [ActorPlacement(name=role, role=role, node="n1")]
+        job = record("RUNNING", stop="drain", kind=kind, actors=actors)
+        step = next_state(job, {role: said(role, "exited")}, NOBODY, MAX_LOSSES)
+        assert step is not None
+        assert step.reason == reason
 
 
 def test_a_stopped_job_whose_learner_is_down_does_not_wait_for_it() -> None:
