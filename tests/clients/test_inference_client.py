@@ -249,9 +249,9 @@ def test_episodes_that_all_failed_have_no_scores(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        ({"temperature": -1.0}, "temperature: Input should be greater"),
+        ({"temperature": -1.0}, "temperature: must be ≥ 0"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"max_turns": 0}, "max_turns: Input should be greater"),
+        ({"max_turns": 0}, "max_turns: must be ≥ 1"),
         ({"max_samples": 0}, "max_samples=0 must be at least 1"),
     ],
 )

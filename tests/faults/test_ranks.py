@@ -47,7 +47,6 @@ class Faults:
             self.file.with_suffix(".new").write_text(f"{rank} {phase} {fault}")
             self.file.with_suffix(".new").rename(self.file)
             await self.job.kill("learner")
-            self.num_started += 1
         else:
             self.file.write_text(f"{rank} {phase} {fault}")
         caught = self.file.with_suffix(".pid")

@@ -141,5 +141,5 @@ def test_a_run_folder_that_became_a_link_out_of_the_roots_is_not_written_to(tmp_
     (root / "ada").mkdir(parents=True)
     (root / "ada" / "r").symlink_to(outside)
     config = parse_config({"model": {"path": "m"}, "env": {"game": "bandit"}})
-    with pytest.raises(ConfigError, match=r"run_dir=.* is outside of the folders where jobs"):
+    with pytest.raises(ConfigError, match=r"run_dir=.* is outside of the folders where runs"):
         refuse_links_to_others(record_of_ada(root), config)
