@@ -84,6 +84,23 @@ def qwen2_5_vl(text: dict[str, Any], tower: dict[str, Any]) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=tower, image_token_id=IMAGE_ID)
 
 
+QWEN2_5_VL_7B = qwen2_5_vl(
+    {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+    },
+    {
+        "depth": 32,
+        "hidden_size": 1280,
+        "num_heads": 16,
+        "intermediate_size": 3420,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+)
 SMALL_VL = qwen2_5_vl(
     {
         "vocab_size": 8192,
@@ -267,6 +284,10 @@ AT_SIZE = {
     "Qwen3-30B-A3B, 8 ranks, recomputed": (QWEN3_30B_A3B, 8, AGAIN),
     "Qwen3-30B-A3B, 16 ranks": (QWEN3_30B_A3B, 16, KEPT),
     "Qwen3-30B-A3B, 16 ranks, four a sequence": (QWEN3_30B_A3B, 16, DIVIDED),
+    "Qwen2.5-VL-7B, 4 ranks": (QWEN2_5_VL_7B, 4, KEPT),
+    "Qwen2.5-VL-7B, 4 ranks, offloaded": (QWEN2_5_VL_7B, 4, OFFLOADED),
+    "Qwen2.5-VL-7B, 8 ranks, recomputed": (QWEN2_5_VL_7B, 8, AGAIN),
+    "Qwen2.5-VL-7B, 16 ranks, four a sequence": (QWEN2_5_VL_7B, 16, DIVIDED),
 }
 CASES = [
     pytest.param(SMALL, 4, 1024, DIVIDED, marks=pytest.mark.full, id="small"),

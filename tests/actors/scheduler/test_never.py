@@ -120,7 +120,7 @@ async def test_a_new_job_does_not_jump_over_an_older_one_of_equal_rank(stack: St
     large = await stack.submit(generator={"count": 3})
     await stack.until(large, lambda now: "is next" in now.reason)
     small = await stack.submit()  # would fit beside the first, and hold up the large one
-    await stack.until(small, lambda now: "behind jobs before it" in now.reason)
+    await stack.until(small, lambda now: "behind runs before it" in now.reason)
     stack.do(first, "learner", "done")
     await stack.until(large, "RUNNING")
     assert (await stack.get(small)).state == "QUEUED"

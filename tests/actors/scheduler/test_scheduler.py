@@ -296,7 +296,7 @@ async def test_a_node_that_drains_hands_its_jobs_to_another(stack: Stack) -> Non
 async def test_priority_decides_which_job_starts_next(stack: Stack) -> None:
     first = await stack.running()
     second, third = await stack.submit(), await stack.submit()
-    await stack.until(third, lambda now: "behind jobs before it" in now.reason)
+    await stack.until(third, lambda now: "behind runs before it" in now.reason)
     told = await stack.ask("get", JobRequest(job=third.name))
     assert told.reason.endswith("(2 of 2 in the queue)")
     await stack.ask("priority", PriorityRequest(job=third.name, priority=2))
