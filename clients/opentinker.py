@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import all_keys
 from ..schemas.config.sections import LearnerConfig, RolloutConfig
-from ..schemas.wire.errors import ConfigError
-from .validation import did_you_mean
+from ..schemas.wire.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 

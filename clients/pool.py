@@ -26,7 +26,7 @@ from ..schemas.job import (
 from ..schemas.wire import errors
 from ..schemas.wire.codec import merged
 from ..schemas.wire.subjects import DEFAULT_USER, token
-from .validation import did_you_mean, split_checkpoint_name
+from .validation import split_checkpoint_name
 
 # Secrets and wandb settings of the caller's environment that are sent with a job.
 
@@ -140,7 +140,7 @@ class Pool(SchedulerCalls):
         known = [known for record in records for known in (record.name, record.job)]
         raise errors.NotFoundError(
             f"there is no run {name!r}",
-            hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
+            hint=errors.did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
         )
 
     async def has_run(self, name: str) -> bool:

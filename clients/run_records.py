@@ -18,11 +18,10 @@ from ..broker.rollouts import BatchLog, LogEntry
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Event, LogLines, Metric
 from ..schemas.rollout import Group, Trajectory
-from ..schemas.wire.errors import NotFoundError
+from ..schemas.wire.errors import NotFoundError, did_you_mean
 from ..schemas.wire.images import restore_images
 from ..schemas.wire.subjects import JobScope
 from .pool import Pool
-from .validation import did_you_mean
 
 _AT_ONCE = 64
 _IN_ORDER_AT_ONCE = 8

@@ -19,7 +19,7 @@ from ..schemas.user import (
     UserReply,
 )
 from ..schemas.wire.codec import merged
-from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
+from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError, did_you_mean
 from . import base, validation
 from .opentinker import as_tree, translate
 from .pool import Pool, secrets_for, with_tracker_settings
@@ -380,7 +380,7 @@ class AsyncPoolUsers(base.PoolClient):
         if unknown := sorted(bounds.keys() - known):
             raise ConfigError(
                 f"there is no limit {unknown[0]!r}",
-                hint=validation.did_you_mean(unknown[0], sorted(known)),
+                hint=did_you_mean(unknown[0], sorted(known)),
             )
         request = SetQuota.model_validate({"user": user, **bounds})
         return (await self._request("quota", request, UserReply)).user

@@ -1,9 +1,8 @@
 """Check and resolve names, paths and files of a configuration before a job is submitted."""
 
 import copy
-import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -15,19 +14,6 @@ from ..schemas.job import BEST_STEP, LAST_STEP
 from ..schemas.model_catalogue import CATALOGUE, find_model
 from ..schemas.tinker.names import is_path
 from ..schemas.wire.errors import ConfigError, DataError, ModelError
-
-
-def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return `did you mean X?` for the closest name, or `otherwise`, or the list of `known`."""
-    names = sorted(set(known))
-    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
-    if otherwise:
-        return otherwise
-    if 0 < len(names) <= 12:
-        return f"known are {', '.join(names)}"
-    return ""
 
 
 def split_checkpoint_name(name: str) -> tuple[str, str | None]:

@@ -1,7 +1,6 @@
 """The REST interface: the table of operations, their handlers, and their OpenAPI description."""
 
 import asyncio
-import difflib
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from ...schemas.user import (
     UserList,
     UserReply,
 )
-from ...schemas.wire.errors import MessageError, NotFoundError, StateError
+from ...schemas.wire.errors import MessageError, NotFoundError, StateError, did_you_mean
 from ...schemas.wire.message import Empty, Message
 from ..storage.stores import Stores
 from . import operations
@@ -482,7 +481,11 @@ def _checked(operation: Operation) -> Handler:
     async def answer(request: Request) -> Response:
         for name in request.query_params:
             if name not in known:
-                raise _unknown(operation, name[:_SHOWN], known)
+                takes = f"it takes {', '.join(known)}" if known else "it has none"
+                raise MessageError(
+                    f"{operation.method} {operation.path} has no query key {name[:_SHOWN]!r}",
+                    hint=did_you_mean(name, known, otherwise=takes),
+                )
             if len(request.query_params.getlist(name)) > 1:
                 raise MessageError(
                     f"the query key {name!r} is given more than once", hint="give it once"
@@ -490,15 +493,6 @@ def _checked(operation: Operation) -> Handler:
         return await operation.handler(request)
 
     return answer
-
-
-def _unknown(operation: Operation, name: str, known: list[str]) -> MessageError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if near:
-        hint = f"did you mean {near[0]}?"
-    else:
-        hint = f"it takes {', '.join(known)}" if known else "it has none"
-    return MessageError(f"{operation.method} {operation.path} has no query key {name!r}", hint=hint)
 
 
 # -- the OpenAPI description -----------------------------------------------------------------------

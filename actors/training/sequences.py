@@ -4,14 +4,13 @@ Shapes: N generated tokens, S sequences. The tokens of a sequence are contiguous
 `seq_N` is the sequence of each token.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ...schemas.wire.errors import ConfigError
+from ...schemas.wire.errors import ConfigError, did_you_mean
 
 
 def sum_by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
@@ -83,8 +82,6 @@ def choose(table: Mapping[str, _Choice], key: str, name: str) -> _Choice:
     """Return the entry `name`; the error names the configuration key and the closest name."""
     if name in table:
         return table[name]
-    close = difflib.get_close_matches(name, table, n=1)
-    raise ConfigError(
-        f"{key}={name} does not exist",
-        hint=f"did you mean {close[0]}?" if close else f"choose one of {', '.join(table)}",
-    )
+    every = f"choose one of {', '.join(table)}"
+    hint = did_you_mean(name, table, otherwise=every)
+    raise ConfigError(f"{key}={name} does not exist", hint=hint)

@@ -58,8 +58,7 @@ def schema(key: str | None = None, /, *, json: bool = False) -> int:
         if key is None or row[0] == key or row[0].startswith(f"{key}.")
     ]
     if not rows:
-        from ...schemas.wire.errors import NotFoundError
-        from ..validation import did_you_mean
+        from ...schemas.wire.errors import NotFoundError, did_you_mean
 
         known = [row[0] for row in _rows(JobConfig, "")]
         raise NotFoundError(

@@ -15,10 +15,9 @@ from ...broker.feed import list_values, run_row
 from ...broker.presence import list_presences
 from ...schemas.job import FINAL_STATES, JobRecord, held_slots, slot_seconds
 from ...schemas.metric import LOST_STEPS, Presence
-from ...schemas.wire.errors import BrokerError, ConfigError, TinkermqError
+from ...schemas.wire.errors import BrokerError, ConfigError, TinkermqError, did_you_mean
 from ..follow import RunProgress
 from ..pool import Pool
-from ..validation import did_you_mean
 from .output import (
     duration,
     print_json,

@@ -13,7 +13,13 @@ from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.model_catalogue import CATALOGUE, find_model
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged
-from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
+from ...schemas.wire.errors import (
+    ConfigError,
+    DeadlineError,
+    ModelError,
+    NotFoundError,
+    did_you_mean,
+)
 from .. import validation
 from ..base import SyncTwin, make_sync
 from ..home import find_openai
@@ -75,7 +81,7 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
         runs = [record.name for record in await pool.list_jobs(all=True)]
         raise NotFoundError(
             f"there is no model folder and no run {run!r}",
-            hint=validation.did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
+            hint=did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
         ) from error
     if not record.configured:
         raise ConfigError(

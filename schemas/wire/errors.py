@@ -6,6 +6,8 @@ without its own code is raised as its parent. Decisions are made on attributes o
 on a message's text.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar, Literal, cast
 
 Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
@@ -299,3 +301,16 @@ def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
     # a subclass without a code of its own is private to its module: the parent stands for it
     by_code = {cls.code: cls for cls in reversed(_subclasses(TinkermqError)[1:])}
     return by_code.get(code, InternalError)(message, hint=hint)
+
+
+def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Return `did you mean X?` for the closest name, or `otherwise`, or the list of `known`."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(typed, names, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    if otherwise:
+        return otherwise
+    if 0 < len(names) <= 12:
+        return f"known are {', '.join(names)}"
+    return ""
