@@ -133,7 +133,9 @@ class Sessions:
             return await self.visitor_of_key(key)
         match = self._sessions.get(session or "")
         if match is None or match.until < time.monotonic():
-            raise LogInError("you are not logged in", hint="log in with your API key")
+            raise LogInError(
+                "you are not logged in", hint="log in, or send `Authorization: Bearer KEY`"
+            )
         try:
             return await self.visitor_of_key(match.key)
         except LogInError:

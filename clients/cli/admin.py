@@ -23,7 +23,7 @@ from ...schemas.user import (
     UserInfo,
     UserReply,
 )
-from ...schemas.wire.errors import AuthError, NotFoundError
+from ...schemas.wire.errors import AuthError, NotFoundError, StateError
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import user_name
 from ..home import Home
@@ -263,7 +263,8 @@ def init(
 ) -> int:
     """Create the secrets and first admin of a pool with authentication; print the key once.
 
-    From then on, `tinkermq up` with this folder starts a broker that requires a key.
+    From then on, `tinkermq up` with this folder starts a broker that requires a key. A store of a
+    pool without users is moved aside: users would not see its runs, nor nats-server its streams.
 
     Parameters
     ----------
@@ -276,8 +277,13 @@ def init(
     json
         Print JSON.
     """
-    folder = Home(home.resolve() if home else None).secrets
+    place = Home(home.resolve() if home else None)
+    folder, aside = place.secrets, place.store.with_name("nats-without-users")
+    if place.is_locked() and not PoolSecrets(folder).exist:
+        raise StateError("a pool without users is up", hint="stop it first: `tinkermq down`")
     key = PoolSecrets(folder).create(user_name(admin), days)
+    if (place.store / "jetstream" / "jetstream" / "$G").exists():  # the account without users
+        place.store.rename(aside)
     if json:
         print_json({"user": admin, "api_key": key, "secrets": str(folder)})
         return 0
@@ -285,8 +291,8 @@ def init(
     print_text(f"  the key of [bold]{admin}[/], shown this once:")
     print_text(f"  export {KEY_VARIABLE}={key}")
     print_plain(f"  to run your own nats-server, include {PoolSecrets(folder).accounts}")
-    if Home(folder.parent).read_running_stack():
-        print_text("  [bold]tinkermq down[/]              stop the pool that runs without users")
+    if aside.exists():
+        print_plain(f"  runs of the pool without users are kept in {aside}")
     print_text("  [bold]tinkermq up[/]                start the pool, with authentication")
     print_text("  [bold]tinkermq user add NAME[/]     make a user")
     return 0

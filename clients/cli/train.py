@@ -207,7 +207,7 @@ def _print_end(progress: RunProgress) -> None:
     print_plain(f"run folder  {record.run_dir}")
     if record.state == "FAILED":
         print_text(f"  tinkermq logs {record.name}      what its actors wrote")
-        print_text(f"  tinkermq resume {record.name}    go on from the last checkpoint")
+        print_text(f"  tinkermq resume {record.name}    go on from the last checkpoint, if any")
     elif record.kind == "sft":
         print_text(
             f"  tinkermq train CONFIG --from {record.name}    go on with a game, from its weights"

@@ -66,6 +66,19 @@ async def _belie_a_key(url: str) -> None:
         await Bucket(broker, BUCKET_JOBS, JobRecord).put("other.key", record)
 
 
+def test_init_refuses_a_pool_that_is_up_without_users_and_moves_its_store_aside(
+    home: Home, cli: Cli
+) -> None:
+    words = ("init", "--home", str(home.folder))
+    streams = home.store / "jetstream" / "jetstream" / "$G"
+    streams.mkdir(parents=True)
+    with home.lock():
+        refused = cli(*words)
+    assert (refused.code, "`tinkermq down`" in refused.err) == (2, True)
+    assert cli(*words).code == 0
+    assert [path.name for path in home.folder.glob("nats*")] == ["nats-without-users"]
+
+
 def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) -> None:
     up = cli("up", "--port", "0", "--slots", "2", "--json")
     assert up.code == 0, up.err
