@@ -361,7 +361,9 @@ class Drops:
         self._examples: list[str] = []
         self._num_reissued = 0
         self._num_lost = 0
-        self._next_s = float("-inf")
+        self._next_s = self._pause_s = 0.0
+        self._told: set[str] = set()
+        """Reasons of earlier events."""
 
     def drop(self, dropped: Sequence[Dropped], *, reported: bool = False) -> None:
         """Drop entries for good; `reported`: their event was sent before."""
@@ -413,10 +415,16 @@ class Drops:
             self._examples.append(why[:_EXAMPLE_CHARACTERS])
 
     async def report_drops(self, *, now: bool = False) -> None:
-        """Publish the entries dropped since the last event as one event, if due."""
-        if not self._unreported or (not now and self._clock() < self._next_s):
+        """Publish the entries dropped since the last event as one event, if due.
+
+        The first of a reason is due at once, the others after ever longer pauses.
+        """
+        is_new = not self._told.issuperset(self._unreported)
+        if not self._unreported or not (now or is_new or self._clock() >= self._next_s):
             return
-        self._next_s = self._clock() + REPORT_EVERY_S
+        self._told |= self._unreported.keys()
+        self._pause_s = REPORT_EVERY_S if is_new else 2 * self._pause_s
+        self._next_s = self._clock() + self._pause_s
         counts, self._unreported = self._unreported, Counter()
         examples, self._examples = self._examples, []
         again, self._num_reissued = self._num_reissued, 0

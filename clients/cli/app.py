@@ -314,6 +314,7 @@ def _explain(error: CycloptsError) -> Any:
             )
     command = " ".join(("tinkermq", *(error.command_chain or ())))
     message = str(error).split(" Available commands:")[0]
+    message = message.replace("requires an argument", "is missing, or has no value")
     if isinstance(error, UnusedCliTokensError):
         message = f"Not expected here: {' '.join(error.unused_tokens or [])}."
     return CycloptsPanel(f"{message} See `{command} --help`.")

@@ -114,10 +114,15 @@ def play_in_pool(
 ) -> InferenceReport:
     """Play with a serving run, or serve `model` for the duration of the command."""
     progress = Progress(as_json=as_json)
-    opened = open_served(
-        served.job if served else None, None, model_path=None if served else model, url=url
-    )
+    path = None if served else model
+    job = served.job if served else None
+    opened = open_served(job, None, model_path=path, url=url, on_queued=print_queued)
     return asyncio.run(play_served(opened, progress.follow(options), progress.announce))
+
+
+def print_queued(record: JobRecord) -> None:
+    """Print why a model waits for slots."""
+    print_note(f"{record.name} is queued: {record.reason}")
 
 
 class Progress:

@@ -24,7 +24,7 @@ from ..inference.inference_client import (
 )
 from ..pool import Pool
 from ..validation import resolve_paths
-from .evaluation import PLAY_FLAGS, PlayFlags, find_served, play_in_pool, print_report
+from .evaluation import PLAY_FLAGS, PlayFlags, find_served, play_in_pool, print_queued, print_report
 from .output import literal, print_commands, print_json, print_note, print_plain, print_text
 from .session import COMMON, Common, with_pool
 
@@ -84,7 +84,7 @@ def serve(
         if detach:
             return record
         try:
-            return await wait_until_served(pool, record, START_S, _print_queued)
+            return await wait_until_served(pool, record, START_S, print_queued)
         except asyncio.CancelledError:  # by Ctrl-C
             print_note(f"detached; the run continues (`tinkermq stop {record.name}` ends it)")
             raise
@@ -105,10 +105,6 @@ def serve(
     else:
         _print_served(record, document)
     return 0
-
-
-def _print_queued(record: JobRecord) -> None:
-    print_note(f"{record.name} is queued: {record.reason}")
 
 
 def _print_served(record: JobRecord, served: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ async def open_served(
     model_path: str | None = None,
     url: str | None = None,
     api_key: str | None = None,
+    on_queued: Callable[[JobRecord], None] = lambda _: None,
 ) -> AsyncIterator[tuple[Pool, JobRecord]]:
     """Yield the pool and a serving job; a job started here for `model_path` ends with the block.
 
@@ -73,7 +74,7 @@ async def open_served(
             return
         record = await submit_inference(pool, model_path)
         try:
-            yield pool, await wait_until_served(pool, record, START_S)
+            yield pool, await wait_until_served(pool, record, START_S, on_queued)
         finally:
             await pool.stop(record.job, complete=True)
 

@@ -72,6 +72,16 @@ async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
     assert world.drops.num_by_reason == {"malformed": 1000}
 
 
+async def test_the_same_reason_is_told_ever_more_rarely_and_a_new_one_at_once() -> None:
+    world = World()
+    steps = [(0, "stale", 1), (1, "stale", 2), (2, "stale", 2), (3, "stale", 3), (3, "failed", 4)]
+    for number, (pauses, reason, told) in enumerate(steps):
+        world.now = pauses * REPORT_EVERY_S
+        world.drop(number, cast("DropReason", reason))
+        await world.drops.report_drops()
+        assert len(world.told) == told
+
+
 async def test_what_is_asked_for_or_was_told_before_is_not_told() -> None:
     world = World(external=True)
     world.drop(0, "equal_rewards")
