@@ -236,7 +236,8 @@ def _info(entry: EntryPoint) -> GameInfo:
 def _closest(game: str) -> str:
     names = sorted(registered_games())
     near = difflib.get_close_matches(game, names, n=1)
-    known = f"registered are {', '.join(names)}; or give package.module:Class, or install the package that registers it"
+    other = "or give package.module:Class, or install the package that registers it"
+    known = f"registered are {', '.join(names)}; {other}"
     return f"did you mean {near[0]}? {known}" if near else known
 
 
