@@ -362,7 +362,7 @@ class Drops:
         self._num_reissued = 0
         self._num_lost = 0
         self._next_s = self._pause_s = 0.0
-        self._told: set[str] = set()
+        self._earlier: set[str] = set()
         """Reasons of earlier events."""
 
     def drop(self, dropped: Sequence[Dropped], *, reported: bool = False) -> None:
@@ -419,10 +419,10 @@ class Drops:
 
         The first of a reason is due at once, the others after ever longer pauses.
         """
-        is_new = not self._told.issuperset(self._unreported)
+        is_new = not self._earlier.issuperset(self._unreported)
         if not self._unreported or not (now or is_new or self._clock() >= self._next_s):
             return
-        self._told |= self._unreported.keys()
+        self._earlier |= self._unreported.keys()
         self._pause_s = REPORT_EVERY_S if is_new else 2 * self._pause_s
         self._next_s = self._clock() + self._pause_s
         counts, self._unreported = self._unreported, Counter()
