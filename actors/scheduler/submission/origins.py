@@ -82,7 +82,8 @@ def make_run_dir(config: JobConfig, owner: str = "", in_use: Collection[Path] = 
     if occupied:
         raise errors.StateError(
             f"the run folder {folder} holds another run",
-            hint=f"resume it (`tinkermq resume {config.name}`), or choose another name",
+            hint="choose another name, or move the folder away; a run of this pool continues by "
+            f"`tinkermq resume {config.name}`",
         )
     return folder
 

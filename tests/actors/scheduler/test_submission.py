@@ -145,7 +145,7 @@ async def test_a_folder_that_holds_another_run_is_never_written_over(stack: Stac
     folder = stack.folder / "outputs" / "mine"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}")
-    with pytest.raises(StateError, match="holds another run"):
+    with pytest.raises(StateError, match=r"holds another run\n +choose another name, or move"):
         await stack.submit(name="mine")
 
 
