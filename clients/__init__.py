@@ -6,7 +6,6 @@ The names below are imported at their first use, so that the command line starts
 if __name__ != "tinkermq.clients":
     raise ImportError("this room is a part of the package tinkermq: write `tinkermq.clients`")
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,7 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(f"{__name__}.{module}"), name)
     # With both, Python adds the closest name of `dir`.
     text = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(text, name=name, obj=sys.modules[__name__])
+    raise AttributeError(text, name=name, obj=import_module(__name__))
 
 
 def __dir__() -> list[str]:
