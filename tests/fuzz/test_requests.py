@@ -101,7 +101,7 @@ class Field:
             "<u>": scope.user, "<j>": scope.job, "<n>": str(rng.randint(10**6, 10**9)),
             "<e>": "0", "<actor>": actor, "<host>": self.names["host"],
             "<node>": "node", "<user>": scope.user, "<session>": "s1", "<seq>": "1",
-            "<process>": "p1",
+            "<process>": "p1", "<server>": "server-0",
         }  # fmt: skip
         subject = topic.subject
         for name, value in filled.items():

@@ -225,7 +225,8 @@ async def _assert_profiled(
     for shares in (told["learner"], *told["generators"].values(), *told["hosts"].values()):
         assert sum(shares.values()) == pytest.approx(1.0)
     assert told["generators"]["generator-0"]["environment"] > 0.3
-    assert "for games, which answered after" in told["advice"][0]["text"]
+    advice = told["advice"][0]["text"]  # where no core is free, no host is held to be slow
+    assert re.search("for games, which answered after|cores of this machine are", advice)
     held = json.loads((await run("profile", "cli-run", "--memory", "--json")).out)
     assert {"learner", "generator-0", "environment-0"} <= held.keys()
     learner = held["learner"]

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from tinkermq.actors.engine.engine import Drawn, Generation, Sampling
-from tinkermq.actors.engine.vllm.vllm_engine import VllmEngine
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.rollout.players import load_base, start_engine
 from tinkermq.schemas.wire.errors import ConfigError, ModelError
@@ -21,6 +20,9 @@ from transformers import PreTrainedModel
 
 from tests.support.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
 from tests.support.vllm_start import ADAPTER, configured
+
+if TYPE_CHECKING:
+    from tinkermq.actors.engine.vllm.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
 
@@ -30,7 +32,7 @@ CHI_SQUARE = 35.3
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package", params=["lookup", "draft"])
-async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[VllmEngine]:
+async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator["VllmEngine"]:
     """An engine that speculates, with a cache of few requests and room for an adapter.
 
     The draft model has the weights with which the policy begins.
@@ -45,7 +47,7 @@ async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     await started.close()
 
 
-async def generate(engine: VllmEngine, sampling: Sampling, number: int) -> Generation:
+async def generate(engine: "VllmEngine", sampling: Sampling, number: int) -> Generation:
     return await engine.generate(PROMPT[number % 4 :], sampling, request_id=f"request-{number}")
 
 
@@ -55,7 +57,7 @@ def check(model: PreTrainedModel, made: Generation, sampling: Sampling, number: 
     np.testing.assert_allclose(made.logprobs, plain, atol=1e-4)
 
 
-async def acceptance(engine: VllmEngine, number: int) -> float:
+async def acceptance(engine: "VllmEngine", number: int) -> float:
     """Return the share of proposed tokens that a greedy request accepts."""
     meter = engine._model.meter
     drafted, accepted = meter.drafted, meter.accepted
@@ -64,7 +66,7 @@ async def acceptance(engine: VllmEngine, number: int) -> float:
 
 
 async def test_log_probs_are_the_learners_with_each_sampling_of_a_batch(
-    engine: VllmEngine, model: PreTrainedModel
+    engine: "VllmEngine", model: PreTrainedModel
 ) -> None:
     await engine.load_weights(0, model.state_dict(), "recompute")
     options = [
@@ -85,7 +87,7 @@ async def test_log_probs_are_the_learners_with_each_sampling_of_a_batch(
 
 
 async def test_tokens_are_drawn_from_the_policys_distribution(
-    engine: VllmEngine, model: PreTrainedModel
+    engine: "VllmEngine", model: PreTrainedModel
 ) -> None:
     await engine.load_weights(0, model.state_dict(), "recompute")
     first = (await generate(engine, Sampling(8, 0.0), 0)).token_ids
@@ -124,7 +126,7 @@ async def test_tokens_are_drawn_from_the_policys_distribution(
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_a_new_version_reaches_the_policy_alone_and_labels_the_tokens_it_draws(
-    engine: VllmEngine, model: PreTrainedModel, kv: Any
+    engine: "VllmEngine", model: PreTrainedModel, kv: Any
 ) -> None:
     other = loaded(model, changed(model, 1))
     await engine.load_weights(0, model.state_dict(), "recompute")
@@ -149,7 +151,7 @@ async def test_a_new_version_reaches_the_policy_alone_and_labels_the_tokens_it_d
 
 
 async def test_a_draft_model_keeps_its_weights_while_the_policy_leaves_them_and_comes_back(
-    engine: VllmEngine, model: PreTrainedModel
+    engine: "VllmEngine", model: PreTrainedModel
 ) -> None:
     speculates = engine._model._llm.vllm_config.speculative_config
     if speculates is None or speculates.method == "ngram":
@@ -163,7 +165,7 @@ async def test_a_draft_model_keeps_its_weights_while_the_policy_leaves_them_and_
 
 
 async def test_an_adapter_and_its_base_speculate_side_by_side(
-    engine: VllmEngine, model: PreTrainedModel, folder: Path
+    engine: "VllmEngine", model: PreTrainedModel, folder: Path
 ) -> None:
     fresh = adapted(folder, ADAPTER, 5)
     await engine.load_weights(0, model.state_dict(), "recompute")
@@ -180,7 +182,7 @@ async def test_an_adapter_and_its_base_speculate_side_by_side(
 
 
 async def test_prompts_are_scored_and_seeds_and_ends_of_requests_hold(
-    engine: VllmEngine, model: PreTrainedModel
+    engine: "VllmEngine", model: PreTrainedModel
 ) -> None:
     await engine.load_weights(0, model.state_dict(), "recompute")
     scores = await engine.score(PROMPT, request_id="score", top_k=3)
@@ -208,7 +210,7 @@ async def test_prompts_are_scored_and_seeds_and_ends_of_requests_hold(
 
 
 async def test_what_changes_the_drawn_distribution_is_refused_for_the_request(
-    engine: VllmEngine,
+    engine: "VllmEngine",
 ) -> None:
     with pytest.raises(ConfigError, match="beside speculative decoding"):
         await engine.generate(PROMPT, Sampling(4, min_p=0.1), request_id="constrained")

@@ -41,7 +41,7 @@ def test_an_address_is_that_of_the_dashboard() -> None:
     assert address(machines_config("ray:https://head/ray/")) == "https://head/ray"
     assert machines_config("ray:head:8265").on == "ray:head:8265"
     for wrong in ("ray:ftp://head", "ray:http://me:secret@head:8265"):
-        with pytest.raises(ConfigError, match="address: String should match"):
+        with pytest.raises(ConfigError, match="address: must match"):
             machines_config(wrong)
 
 
