@@ -138,12 +138,12 @@ async def test_the_makers_libraries_know_the_errors_and_try_again_only_what_may_
     [
         ("/v1/chat/completions", b"{", "not valid JSON"),
         ("/v1/chat/completions", b"[]", "must be an object"),
-        ("/v1/chat/completions", b"{}", "messages is empty"),
+        ("/v1/chat/completions", b"{}", "messages must be a list of at least one message"),
         ("/v1/chat/completions", json.dumps(chat_body(n=17)).encode(), "the parameter 'n' is 17"),
         ("/v1/chat/completions", json.dumps(chat_body(stop=["x"] * 17)).encode(), "stop"),
         ("/v1/responses", b'{"input": []}', "input is empty"),
         ("/v1/messages", b'{"messages": [{"role": "x"}]}', "messages[0].role is 'x'"),
-        ("/v1/messages/count_tokens", b"{}", "messages is empty"),
+        ("/v1/messages/count_tokens", b"{}", "messages must be a list of at least one message"),
     ],
 )
 async def test_a_malformed_request_is_named(
