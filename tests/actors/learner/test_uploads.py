@@ -74,8 +74,8 @@ async def test_what_is_kept_for_good_comes_into_a_store_that_was_away(
         store.mkdir()
         assert await uploads.finished(PATIENCE_S)
     assert {2, 4, 5} <= set(uploads.first_seqs)  # one between may be on its way as it comes back
-    names = sorted(path.name.partition("-")[0] for path in store.iterdir())
-    assert names == [checkpoint_name(step) for step in (2, 4, 5)]
+    names = {path.name.partition("-")[0] for path in store.iterdir()}
+    assert names - {checkpoint_name(3)} == {checkpoint_name(step) for step in (2, 4, 5)}
     assert list((context.run_dir / "uploading").iterdir()) == []
 
 
