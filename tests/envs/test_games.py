@@ -432,7 +432,10 @@ def test_bad_and_missing_deals_of_a_negotiation(actions, seller, buyer, good):
 class Neighbour(AbstractGame):
     """Draws nothing, beside a game that does."""
 
-    get_system_prompt = get_initial_user_message = reset = step = lambda self, *_, **__: ""
+    get_system_prompt = get_initial_user_message = reset = lambda self, **_: ""
+
+    def step(self, action: str) -> StepResult:
+        return StepResult("", 0.0, done=True)
 
 
 class Drawn(AbstractGame):

@@ -105,9 +105,13 @@ def test_a_stopped_job_is_cancelled_once_its_learner_has_drained() -> None:
     assert after(job, said("learner", "exited")) == "CANCELLED"
     complete = record("RUNNING", stop="drain", stop_complete=True)
     assert after(complete, said("learner", "exited")) == "COMPLETED"
-    for kind, reason in (("train", "stopped with a checkpoint"), ("infer", "stopped")):
-        role = {"train": "learner", "infer": "server"}[kind]
-        actors = [ActorPlacement(name=role, role=role, node="n1")]
+    learner = ActorPlacement(name="learner", role="learner", node="n1")
+    server = ActorPlacement(name="server", role="server", node="n1")
+    for kind, actor, reason in (
+        ("train", learner, "stopped with a checkpoint"),
+        ("infer", server, "stopped"),
+    ):
+        role, actors = actor.name, [actor]
         job = record("RUNNING", stop="drain", kind=kind, actors=actors)
         step = next_state(job, {role: said(role, "exited")}, NOBODY, MAX_LOSSES)
         assert step is not None
