@@ -35,9 +35,13 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3Config,
 )
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as seeing
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.vision_utils import (
+    get_vision_attention_seqlens,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from tests.support.allocations import equal_sequences, estimated_for_step, job_of_length
 from tests.support.groups import make_group, make_trajectory
@@ -194,26 +198,24 @@ class Pass:
     """Number of collectives, by name."""
 
 
-OF_GRIDS = (
-    "get_vision_position_ids",
-    "get_vision_attention_seqlens",
-    "get_vision_window_index",
-    "get_max_seqlen",
-)
-"""Functions of transformers' tower that lay its windows out, by the values of the images' sizes."""
+def lay_out(answers: Answers, tower: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give a tower the layout of its windows, which it else computes from the images' sizes."""
+    grid, sizes = kwargs["grid_thw"], (tower.spatial_merge_size, tower.window_size)
+    ends, longest = answers.ends(get_vision_attention_seqlens, grid, tower.config)
+    order, windows = answers.ends(get_vision_window_index, grid, *sizes, tower.patch_size)
+    laid_out = {
+        "position_ids": answers.ends(get_vision_position_ids, grid, tower.spatial_merge_size),
+        "cu_seqlens": ends,
+        "max_seqlen": longest,
+        "window_index": order,
+        "cu_window_seqlens": windows,
+    }
+    return args, kwargs | laid_out
 
 
-def measured(
-    config: JobConfig,
-    shape: PreTrainedConfig,
-    length: int,
-    rows: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Pass:
+def measured(config: JobConfig, shape: PreTrainedConfig, length: int, rows: int) -> Pass:
     """Compute two passes of `rows` rows and an update as rank 0; return the second pass."""
     learner, answers = config.learner, Answers()
-    for name in OF_GRIDS:
-        monkeypatch.setattr(seeing, name, partial(answers.ends, getattr(seeing, name)))
     sees = isinstance(shape, Qwen2_5_VLConfig)
     reader = ImageReader(Qwen2VLImageProcessorPil(), IMAGE_ID) if sees else None
     dist.init_process_group("fake", rank=0, world_size=learner.ranks, store=FakeStore())
@@ -225,6 +227,9 @@ def measured(
         with fake, answers:
             kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
             model = kind.from_config(shape).eval()
+            if sees:
+                tower = model.model.visual
+                tower.register_forward_pre_hook(partial(lay_out, answers), with_kwargs=True)
             model = _prepare(model, learner, "")
             inside = parallel.place(model, learner, "sdpa")
             scorer = Scorer(model, temperature=1.0, inside=inside)
@@ -308,11 +313,10 @@ def test_a_rank_holds_what_is_planned_and_gathers_each_layer_twice(
     length: int,
     options: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape.save_pretrained(tmp_path)
     config = config_of(tmp_path, ranks, length, 2, options)
-    one = measured(config, shape, length, 2, monkeypatch)
+    one = measured(config, shape, length, 2)
     elsewhere = STORED if config.learner.cpu_offload else ()
     held = one.held["Total"] - sum(one.held[kind] for kind in elsewhere)
     assert estimated_for_step(config) == pytest.approx(held, rel=TOLERANCE), one
