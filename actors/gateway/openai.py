@@ -108,7 +108,7 @@ class Serving:
         one, then all: a server that refuses would let the request wait, or has ended.
         """
         if len(self.loads) > 1:
-            beginnings = beginnings_of(self.record.job, query)
+            beginnings = await asyncio.to_thread(beginnings_of, self.record.job, query)
             for server in self.holders.order(beginnings, self.loads):
                 is_taken = False
                 try:

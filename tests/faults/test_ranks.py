@@ -4,7 +4,6 @@ Two ranks, of which rank 0 is the learner. A fault is placed at the begin of a p
 event of it (`tests/support/at_phase`).
 """
 
-import asyncio
 import os
 import signal
 import time
@@ -43,12 +42,10 @@ class Faults:
 
     async def put(self, rank: int, phase: str, fault: int) -> int:
         """Put a fault into a rank; return the number of its process once it is there."""
+        self.file.with_suffix(".new").write_text(f"{rank} {phase} {fault}")
+        self.file.with_suffix(".new").rename(self.file)
         if phase == "meet":
-            self.file.with_suffix(".new").write_text(f"{rank} {phase} {fault}")
-            self.file.with_suffix(".new").rename(self.file)
             await self.job.kill("learner")
-        else:
-            self.file.write_text(f"{rank} {phase} {fault}")
         caught = self.file.with_suffix(".pid")
 
         async def is_there() -> bool:
@@ -73,6 +70,15 @@ class Faults:
         event = await eventually(there, f"{kind} of {actor} in {phase}")
         assert event.time - began < WITHIN_S, event
         return event
+
+    async def lives_on(self, actor: str) -> None:
+        """Wait for the next heartbeat of an actor."""
+        last = (await self.job.actors())[actor].time
+
+        async def has_sent() -> bool:
+            return (await self.job.actors())[actor].time > last
+
+        await self.job.eventually(has_sent, f"a heartbeat of {actor}")
 
     async def learner_is_silent(self) -> bool:
         """Return whether the run says that the learner sends no heartbeat."""
@@ -115,7 +121,7 @@ async def test_ranks_that_are_slow_go_on_and_one_that_is_killed_is_named(faults:
     for rank in (0, 1):
         for phase in PHASES[1:]:
             pid = await faults.put(rank, phase, signal.SIGSTOP)
-            await asyncio.sleep(0.5)
+            await faults.lives_on(("rank-1", "learner")[rank])
             os.kill(pid, signal.SIGCONT)
     assert not await faults.job.events("rank_failed")
     await faults.put(1, "backward", signal.SIGKILL)
@@ -166,6 +172,6 @@ async def test_a_rank_that_hangs_in_a_phase_while_its_process_answers_is_named(
     for rank, actor in enumerate(("learner", "rank-1")):
         await faults.put(rank, phase, ANSWERS)
         await faults.named("rank_late", actor, phase)
-        faults.file.with_suffix(".caught").unlink()
+        faults.file.with_suffix(".held").write_text("go on")
     assert not await faults.job.events("rank_failed")
     await faults.end()

@@ -150,12 +150,10 @@ async def test_a_new_version_reaches_the_policy_alone_and_labels_the_tokens_it_d
     assert set(after.versions.tolist()) == {1}
 
 
+@pytest.mark.parametrize("engine", ["draft"], indirect=True)
 async def test_a_draft_model_keeps_its_weights_while_the_policy_leaves_them_and_comes_back(
     engine: "VllmEngine", model: PreTrainedModel
 ) -> None:
-    speculates = engine._model._llm.vllm_config.speculative_config
-    if speculates is None or speculates.method == "ngram":
-        pytest.skip("tokens are looked up: there is no draft model")
     other = loaded(model, changed(model, 3, 0.2))
     shares: list[float] = []
     for version, each in enumerate((model, other, model)):

@@ -1,13 +1,13 @@
 """A fault in a phase of a learner's rank: with this folder in PYTHONPATH, for all of its processes.
 
 The file that TEST_FAULT names holds a rank, a phase, and the number of a signal, or 0: the thread
-waits until the file `.caught` beside it is removed, while the others of its process run.
+waits until something is written into the pipe `.held` beside it, while the others of its process
+run.
 """
 
 import contextlib
 import os
 import sys
-import time
 from pathlib import Path
 
 _FILE = Path(os.environ["TEST_FAULT"])
@@ -21,13 +21,17 @@ def _at_phase(event: str, arguments: tuple[object, ...]) -> None:
         wanted_rank, phase, signal = _FILE.read_text().split()
         if (int(wanted_rank), phase) != (rank, arguments[0]):
             return
-        caught = _FILE.with_suffix(".caught")
-        _FILE.rename(caught)
-        caught.with_suffix(".pid").write_text(str(os.getpid()))
+        held = _FILE.with_suffix(".held")
+        _FILE.unlink()
+        if not int(signal):
+            os.mkfifo(held)
+        _FILE.with_suffix(".own").write_text(str(os.getpid()))
+        _FILE.with_suffix(".own").rename(_FILE.with_suffix(".pid"))
         if int(signal):
             os.kill(os.getpid(), int(signal))
-        while not int(signal) and caught.exists():
-            time.sleep(0.05)
+        else:
+            held.read_text()
+            held.unlink()
 
 
 sys.addaudithook(_at_phase)
