@@ -53,7 +53,8 @@
 
   for (const place of document.querySelectorAll("[data-refresh]")) {
     const url = place.dataset.refresh + (place.dataset.refresh.includes("?") ? "&" : "?") + "part=rows";
-    let shown = null;
+    const parsed = document.createElement("template");
+    let shown = place.innerHTML.trim();
     const refresh = async () => {
       const focused = place.contains(document.activeElement) ? document.activeElement : null;
       const busy = focused?.matches("input:not([type=checkbox]), button") || (!getSelection().isCollapsed && place.contains(getSelection().anchorNode));
@@ -61,8 +62,9 @@
       const reply = await fetch(url, { headers: { accept: "text/html" } });
       if (reply.redirected || reply.status === 401) return location.reload();
       if (!reply.ok) return;
-      const html = await reply.text();
-      if (shown !== null && html !== shown) {
+      parsed.innerHTML = await reply.text();
+      const html = parsed.innerHTML.trim();
+      if (html !== shown) {
         const chosen = new Set([...place.querySelectorAll("input:checked")].map((one) => one.value));
         const left = [...place.querySelectorAll(".scroll")].map((one) => one.scrollLeft);
         const name = focused && ["href", "value"].find((key) => focused.hasAttribute(key));
