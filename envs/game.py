@@ -138,7 +138,8 @@ class AbstractGame(ABC):
         """Give back what the episode holds: sessions, processes, files; by default nothing.
 
         Called once, as the last method, however an episode ends: done, failed, or given up; also
-        after a `reset` that failed. Not async, and within the time limit of the call that ends it.
+        after a `reset` that failed, and of an instance that was made to ask for its name and tools,
+        without `reset`. Not async, and within the time limit of the call that ends it.
         """
 
     def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:

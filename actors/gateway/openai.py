@@ -108,11 +108,12 @@ class Serving:
         one, then all: a server that refuses would let the request wait, or has ended.
         """
         if len(self.loads) > 1:
-            beginnings = await asyncio.to_thread(beginnings_of, self.record.job, query)
+            job = self.record.job
+            beginnings = await asyncio.to_thread(beginnings_of, broker.user, job, query)
             for server in self.holders.order(beginnings, self.loads):
                 is_taken = False
                 try:
-                    with self.holders.asking(server):
+                    with self.holders.asking(job, server):
                         async with aclosing(self._send(broker, query, room, server)) as parts:
                             async for part in parts:
                                 if not is_taken:
