@@ -30,7 +30,7 @@ from ...schemas.local.disk import DiskThreads
 from ...schemas.local.process import die_with
 from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion
 from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import DataError, ModelError, TinkermqError
+from ...schemas.wire.errors import DataError, ModelError, TinkermqError, counted
 from ...schemas.wire.subjects import node as node_subject
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from ..storage.access import without_tilde
@@ -96,7 +96,7 @@ def _check_files(names: list[str]) -> str:
             f"there is no file {', '.join(missing[:3])}",
             hint="give files that the nodes see, by whole paths, or bring these there",
         )
-    return f"{len(names)} file(s) are there"
+    return f"{counted(len(names), 'file')} found"
 
 
 def _check_package(game: str) -> str:

@@ -303,6 +303,11 @@ def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
     return by_code.get(code, InternalError)(message, hint=hint)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 slot`, `2 slots`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return `did you mean X?` for the closest name, or `otherwise`, or the list of `known`."""
     names = sorted(set(known))
