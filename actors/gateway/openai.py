@@ -394,8 +394,8 @@ def _check(model_request: ModelRequest) -> None:
     for name in model_request.without_effect:
         is_known = is_label(name) or name in _MANNERS
         if not is_known and not (model_request.calls_one and name in _SINGLE):
-            told = {"message": _FAULTS.get(name, ""), "hint": _HINTS.get(name, "")}
-            raise refused_field(name, model_request.known, **told)
+            message, hint = _FAULTS.get(name, ""), _HINTS.get(name, "")
+            raise refused_field(name, model_request.known, message=message, hint=hint)
     if not model_request.model:
         raise RequestError("the parameter 'model' is missing", param="model")
     if model_request.previous:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.plan.cards import CardSet, find_card, known_cards, parse_cards
-from tinkermq.schemas.plan.model_refusals import BY_DRAFT, refuse_part
 from tinkermq.schemas.plan.model_shape import find_max_positions, find_shape, shape_of
 from tinkermq.schemas.plan.plan import (
     Efficiencies,
@@ -281,51 +280,6 @@ def test_a_draft_model_counts_and_has_the_policys_vocabulary(models: Path) -> No
     assert drafted["logits"] == 4 * plain["logits"]
     with pytest.raises(ModelError, match="has 152064 tokens"):
         needed({**draft, "draft": str(models / "7B")})
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]},
-        {"model_type": "eagle"},
-        {"model_type": "qwen3_next_mtp", "architectures": ["Qwen3NextMTP"]},
-        {"model_type": "medusa"},
-        {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
-    ],
-)
-def test_a_draft_that_is_a_part_of_a_model_is_refused(models: Path, config: Any) -> None:
-    (draft := models / "draft").mkdir()
-    (draft / "config.json").write_text(json.dumps(config))
-    speculation = {"num_tokens": 3, "draft": str(draft)}
-    with pytest.raises(ModelError, match="is a part of a model") as refused:
-        refuse_models(job_of("nobody/knows-it", generator={**VLLM, "speculation": speculation}))
-    assert "name a language model with the policy's tokenizer" in refused.value.hint
-
-
-def test_what_vllm_makes_of_a_draft_decides_whether_it_is_whole() -> None:
-    refuse_part("models/small", BY_DRAFT)
-    for method in ("eagle3", "mtp", "medusa"):  # vLLM completes a draft of DeepSeek's so
-        with pytest.raises(ModelError, match=f"vLLM runs it as {method}"):
-            refuse_part("models/small", method)
-
-
-@pytest.mark.parametrize(
-    ("size", "learner", "gib"),
-    [
-        ("0.5B", IN_16_BITS, 3),
-        ("7B", IN_16_BITS, 48),  # 14.2 GiB, of which torch takes 16
-        ("7B", {"dtype": "bfloat16", "publish_dtype": "float32"}, 96),
-        ("32B", {**IN_16_BITS, "ranks": 4, "slots": 4}, 192),
-    ],
-)
-def test_the_hosts_memory_counts_pinned_versions_as_torch_rounds_them(
-    models: Path, size: str, learner: dict[str, Any], gib: int
-) -> None:
-    job = job_of(models / size, learner=learner)
-    terms = {term.name: term.num_bytes for term in plan_of(job, "8xH100").actors[0].host_terms}
-    [versions] = [count for name, count in terms.items() if name.startswith("versions of new")]
-    assert versions == gib * GIB
-    assert ("versions of new weights, on the first rank" in terms) == ("ranks" in learner)
 
 
 def test_a_server_and_programs_are_not_bound_by_the_number_of_episodes(models: Path) -> None:
