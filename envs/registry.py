@@ -6,9 +6,10 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -152,8 +153,8 @@ def _named(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> list[st
     return [target for target in targets if isinstance(target, str) and ":" in target]
 
 
-def find_game(game: str) -> str:
-    """Return the module of a game, without running its code.
+def find_game(game: str, shown: Sequence[Path] = ()) -> str:
+    """Return the module of a game, without running its code; see `find_module`.
 
     Raises GameError for a name that is not registered, or a package that is not installed.
     """
@@ -164,20 +165,40 @@ def find_game(game: str) -> str:
     else:
         modules = [target.partition(":")[0]]
     for module in modules:
-        find_module(module, f"game {game!r}")
+        find_module(module, f"game {game!r}", shown)
     return target
 
 
-def find_module(target: str, what: str) -> None:
-    """Raise GameError unless the package of `module:name` is installed or in the working folder."""
+def find_module(target: str, what: str, shown: Sequence[Path] = ()) -> None:
+    """Raise GameError unless the package of `module:name` is installed or in the working folder.
+
+    With `shown` it must lie in one of these folders: the sandbox in which it runs has no others.
+    """
     top = re.split("[.:]", target, maxsplit=1)[0]
     look_here()
     importlib.invalidate_caches()  # the file may have just been written
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
+    imported = sys.modules.get(top)
+    spec = imported.__spec__ if imported is not None else importlib.util.find_spec(top)
+    if imported is None and spec is None:
         raise GameError(
             f"there is no module {top!r} for {what}",
             hint=f"install it on the nodes, or start them in the folder of {top}",
         )
+    for place in _places(spec) if shown else ():
+        if not any(place.is_relative_to(folder.resolve()) for folder in shown):
+            raise GameError(
+                f"module {top!r} for {what} is in {place}, which code of users does not see",
+                hint="install it into the nodes' Python, not as a link to its folder, or start the "
+                "nodes with this folder in TINKERMQ_GAME_FOLDERS and PYTHONPATH",
+            )
+
+
+def _places(spec: ModuleSpec | None) -> list[Path]:
+    """Return the real file of a module, or the folders of a package; empty: it is built in."""
+    if spec is None or (not spec.has_location and spec.submodule_search_locations is None):
+        return []
+    found = spec.submodule_search_locations or [spec.origin or ""]
+    return [Path(place).resolve() for place in found]
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
