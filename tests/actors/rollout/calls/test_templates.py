@@ -639,6 +639,14 @@ def test_a_recorded_conversation_has_the_tokens_of_an_episode(name: str) -> None
     assert chat.decode_all(ids).count("</think>") == 3
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "nemotron_3_nano", "lfm2_2_5", "gptoss"])
+def test_a_template_is_given_reasoning_under_the_name_that_it_reads(name: str, key: str) -> None:
+    told = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "sure", key: "hm"}]
+    shown = chat_of(name).render(told, prompt=False)
+    assert shown.index("go") < shown.rindex("hm") < shown.rindex("sure")
+
+
 def test_games_of_several_turns_are_played_with_each_template_that_shows_texts() -> None:
     refused: dict[str, str] = {}
     for file in sorted(FOLDER.glob("*.jinja")):
