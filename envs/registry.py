@@ -178,7 +178,9 @@ def find_module(target: str, what: str, shown: Sequence[Path] = ()) -> None:
     look_here()
     importlib.invalidate_caches()  # the file may have just been written
     imported = sys.modules.get(top)
-    spec = imported.__spec__ if imported is not None else importlib.util.find_spec(top)
+    spec = (
+        importlib.util.find_spec(top) if imported is None else getattr(imported, "__spec__", None)
+    )
     if imported is None and spec is None:
         raise GameError(
             f"there is no module {top!r} for {what}",

@@ -79,9 +79,7 @@ class PrefixHolders:
         try:
             yield
         finally:
-            self._in_flight[job, server] -= 1
-            if not self._in_flight[job, server]:
-                del self._in_flight[job, server]
+            self._in_flight -= Counter([(job, server)])
 
     def note(self, beginnings: Beginnings, server: str) -> None:
         """Note that a server has taken a request.
