@@ -19,7 +19,7 @@ _TAIL = 24
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 
 _REASONING = "|".join(
-    f"(?:{opens}(?:(?!{opens}).)*?)?{closes}"
+    f"(?:{opens}(?:(?!{opens}).)*?)?{closes}|{opens}"
     for opens, closes in ((re.escape(mark), re.escape(end)) for mark, end in MARKS.items())
 )
 _UNSEEN = re.compile(rf"{_REASONING}|\s+", re.DOTALL)
@@ -138,4 +138,12 @@ def rewrites(what: str, expected: str, rendered: str) -> ModelError:
         hint="a policy must see the history that it was trained on: use a template that changes "
         "nothing but reasoning in earlier turns, set model.template_kwargs so that it does, or set "
         "rollout.max_turns to 1",
+    )
+
+
+def hides_reply() -> ModelError:
+    """Return the error for a template that does not show what an assistant said."""
+    return ModelError(
+        "the chat template does not show an assistant's reply as it is",
+        hint="use a template that takes contents that are texts, and shows them",
     )

@@ -231,7 +231,9 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
         continues_users=renderer.continues(before, _SAID, [_MORE], ()),
         continues_tools=takes_tools
         and all(
-            renderer.continues(before, turn, new, _TOOLS) for new in (results, (*results, _MORE))
+            renderer.continues(before, turn, new, _TOOLS)
+            for new in (results, (*results, _MORE))
+            if new == results or takes(*before, turn, *new, tools=_TOOLS)  # Mistral's does not
         ),
         reads_calls=takes_tools and _reads_calls(chat, called),
     )
