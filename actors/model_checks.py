@@ -76,7 +76,11 @@ def chat_checks(
 def _check_template(chat: ChatTokenizer, rollout: RolloutConfig) -> str:
     multi_turn = rollout.max_turns > 1
     chat.check_template(multi_turn=multi_turn)
-    return "earlier turns stay as they are" if multi_turn else "one turn: nothing comes after it"
+    if not multi_turn:
+        return "one turn: nothing comes after it"
+    if chat.keeps_reasoning:
+        return "earlier turns stay as generated, with reasoning that the template leaves out"
+    return "earlier turns stay as they are"
 
 
 def _check_prompts(

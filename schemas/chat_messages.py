@@ -233,7 +233,7 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
         content = json.dumps(content, ensure_ascii=False, default=json_default)
     content = _template_content(content)
     calls = fields.pop("tool_calls", None)
-    thoughts = [fields.pop("reasoning_content", None), fields.pop("reasoning", None)]
+    thoughts = [fields.pop(key, None) for key in _REASONING]
     answered = fields.pop("tool_call_id", None)
     shown: dict[str, Any] = {"role": role, "content": content}
     shown |= {key: value for key, value in fields.items() if key not in NOT_SHOWN}

@@ -112,6 +112,11 @@ async def run_generator(context: JobContext) -> None:
     config = context.config
     await asyncio.to_thread(check_weights, context.record, config)
     chat = make_chat(config).at(context.record.created)
+    if chat.keeps_reasoning:
+        await context.event(
+            "chat_template",
+            "the model's chat template leaves the reasoning of earlier turns out; episodes keep it",
+        )
     store = open_weights(context)
     environments = Environments(context.broker, context.scope, config.env, context.missing)
     sampling = EpisodeSampling.of(config.rollout)

@@ -5,9 +5,10 @@ tokens between the policy's last token and its next one: the end of the assistan
 observation, the next generation prompt. What the policy generated is never re-tokenised.
 
 The tokens between two turns are taken from the rendering of a short sample conversation. That is
-correct only if the template appends and the tokenizer splits text at these places. `check_template`
-verifies both at start-up: a template that rewrites earlier turns would show the policy another
-history than the one in training.
+correct only if the template writes them after any history, and the tokenizer splits text at these
+places. `check_template` verifies both at start-up. A template may leave the reasoning of earlier
+turns out (Qwen3): an episode keeps it, in training and when the trained model plays. One that
+changes anything else is refused.
 
 The template's own marker ends a turn. If it has none (GLM's), the marker of the next role ends the
 turn, and the tokenizer's end of text ends the last one. The special tokens of a prompt are those
@@ -18,7 +19,6 @@ rendering; `at` returns the same templating at another time.
 import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 import numpy as np
 
 from ...envs.reasoning import opened_by
-from ...schemas.call_formats import MARKS
+from ...schemas.call_formats import CHANNELS, MARKS
 from ...schemas.chat_messages import template_messages, template_tool
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.tool_calls import THINK
@@ -36,6 +36,17 @@ from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
 from . import model_folder
 from .call_form import CallForm, find_call_form
+from .histories import (
+    Conversation,
+    RenderedTurn,
+    as_generated,
+    behind_history,
+    find_reasoning_key,
+    num_shared,
+    rewrites,
+    with_reasoning,
+    without_reasoning,
+)
 from .system_form import SystemForm, find_system_form
 from .template_variables import settable, variables_of
 from .token_text import SpecialText, TokenBytes, marks_of
@@ -57,12 +68,7 @@ _OTHERS: tuple[ChatMessage, ...] = (
 )
 _CALLED: ChatMessage = {"role": "assistant", "content": ""}
 _CALL: ChatMessage = {"id": "c00000000", "name": "stand_in", "arguments": {"stand": "in"}}
-_REPLIES = ("a first reply", "<think>\nsome reasoning\n</think>\n\na second reply", "a third reply")
-_REASONED = (
-    "some reasoning\n</think>\n\na first reply",
-    "more\n</think>\n\na second reply",
-    "and more\n</think>\n\na third reply",
-)
+_REPLIES = ("a first reply", "a second reply", "a third reply")
 _BETWEEN = ("\n", "a", "0", ".", "一")
 """Texts before which nothing joins: a piece encoded after one has no token of a text's start."""
 _TAIL = 24
@@ -70,32 +76,6 @@ _TAIL = 24
 _SHOWN = 60
 _REMEMBERED = 1024
 """Cached encodings, all of which are dropped when there are more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A whole conversation as tokens, T in all, with K turns of the assistant."""
-
-    token_ids: IntVector
-    """int32[T]."""
-    mask: IntVector
-    """int32[T]: 1 for tokens of the assistant, the end of its turn included."""
-    turn_ends: IntVector
-    """int32[K]: position of the last token of each assistant turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn of the assistant in the template's rendering."""
-
-    place: int
-    """Index of its message."""
-    prompt: str
-    """The rendering before it."""
-    whole: str
-    """The rendering up to its end."""
-    following: str | None
-    """A rendering that continues after it; None: it is the last message."""
 
 
 class ChatTokenizer:
@@ -127,6 +107,8 @@ class ChatTokenizer:
         self._template_kwargs = dict(template_kwargs or {})
         self.findings: dict[str, Any] = {}
         """Cached facts about the template by name, equal at all times."""
+        self.keeps_reasoning = False
+        """Whether the template leaves out reasoning of earlier turns, which an episode keeps."""
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._token_texts: dict[int, str] = {}
@@ -266,8 +248,7 @@ class ChatTokenizer:
         for turn in self._turns(messages, tools):
             images = images_of(messages[shown : turn.place])
             shown = turn.place + 1
-            self._must_extend(known, turn.prompt, f"message {turn.place}")
-            between = self.encode_seen(turn.prompt[len(known) :], images, behind=known)
+            between = self._between(known, ids, turn, images)
             turn_ids, known = self._reply_tokens(turn)
             is_turn = trained is None or turn.place in trained
             ids += between + turn_ids
@@ -282,9 +263,21 @@ class ChatTokenizer:
         del ids[ends[-1] + 1 :], mask[ends[-1] + 1 :]
         return Conversation(*(np.array(column, np.int32) for column in (ids, mask, ends)))
 
+    def _between(
+        self, known: str, ids: Sequence[int], turn: RenderedTurn, images: Sequence[bytes]
+    ) -> list[int]:
+        """Return the tokens from the text `known` with the tokens `ids` to a turn's reply."""
+        behind = behind_history(known, turn.prompt)
+        if behind is not None:
+            return self.encode_seen(behind, images, behind=known)
+        known = self._without_end(known)  # gpt-oss ends earlier turns with another marker
+        behind = self._beyond(known, turn.prompt, f"message {turn.place}")
+        between = self.encode_seen(behind, images, behind=known)
+        return between[self.count_generated(ids[-1:], between) :]
+
     def _turns(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
-    ) -> "Iterator[_Turn]":
+    ) -> Iterator[RenderedTurn]:
         """Yield the rendered turns of the assistant."""
         places = [
             place for place, message in enumerate(messages) if message.get("role") == "assistant"
@@ -302,10 +295,13 @@ class ChatTokenizer:
                     hint="a model says text: let the images stand in what it is told",
                 )
             whole = render(shown[: place + 1], prompt=False)
-            self._must_extend(prompt, whole, f"message {place}")
-            yield _Turn(place, prompt, whole, following)
+            if not whole.startswith(prompt):
+                self._beyond(prompt.removesuffix(opened_by(prompt)), whole, f"message {place}")
+                closing = render(_STAND_IN, prompt=False)[len(self._before) :]
+                whole = prompt + as_generated(prompt, shown[place], place) + closing
+            yield RenderedTurn(place, prompt, whole, following)
 
-    def _reply_tokens(self, turn: "_Turn") -> tuple[list[int], str]:
+    def _reply_tokens(self, turn: RenderedTurn) -> tuple[list[int], str]:
         """Return a turn's tokens with its end, and the text up to there."""
         whole, begin = turn.whole, len(turn.prompt)
         if turn.following is not None and not turn.following.startswith(whole):
@@ -437,8 +433,8 @@ class ChatTokenizer:
         """Verify that template and tokenizer only append; raise ModelError that shows where not.
 
         With `multi_turn`, conversations of several turns are rendered, with reasoning in one
-        reply, and their pieces compared with the tokens of the whole. Single-turn jobs render no
-        history: only the generation prompt must be appended.
+        reply (in each, if the prompt opens it), and compared with the pieces of an episode; sets
+        `keeps_reasoning`. Without, only the generation prompt must be appended.
         """
         messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
         start, prompt = self.render(messages, prompt=False), self.render(messages, prompt=True)
@@ -447,21 +443,28 @@ class ChatTokenizer:
             return
         if not self._before:
             raise _hides_reply()
-        opened = opened_by(prompt)
-        joined = self._texts.encode(prompt)
-        for number, reply in enumerate(_REASONED if opened else _REPLIES, 1):
-            prompt = self.render(messages, prompt=True)
+        opened, mark = opened_by(prompt), self.reasoning_mark
+        kept, later, joined = prompt, prompt, self._texts.encode(prompt)
+        for number, reply in enumerate(_REPLIES, 1):
+            reasoned = reply  # on channels it is no part of the content, and always left out
+            if mark != CHANNELS and (opened or number == 2):
+                begun = "" if opened else f"{mark}\n"
+                reasoned = f"{begun}some reasoning\n{MARKS[mark]}\n\n{reply}"
+            prompt = later
             observation: ChatMessage = {"role": "user", "content": f"observation {number}"}
-            messages += [{"role": "assistant", "content": opened + reply}, observation]
+            messages += [{"role": "assistant", "content": opened + reasoned}, observation]
             later = self.render(messages, prompt=True)
-            now = prompt + self._lead(prompt, later, reply) + reply
-            self._must_extend(now, later, f"turn {number}")
+            said = self._lead(prompt, later, reasoned) + reasoned
             appended = self._behind([observation])
-            if later != now + appended:
-                raise _rewrites(f"observation {number}", appended, later[len(now) :])
-            appended_ids = self.encode_behind(prompt, now[len(prompt) :])
-            joined += [*appended_ids, *self.next_turn(appended_ids, [observation]).tolist()]
-            self._must_join(joined, later, f"turn {number}")
+            if not later.endswith(appended):
+                raise rewrites(f"observation {number}", appended, later[-len(appended) :])
+            said_ids = self.encode_behind(kept, said)
+            joined += [*said_ids, *self.next_turn(said_ids, [observation]).tolist()]
+            kept += said + appended
+            if without_reasoning(later) != without_reasoning(kept):
+                raise rewrites(f"turn {number}", kept, later)
+            self._must_join(joined, kept, f"turn {number}")
+        self.keeps_reasoning = later != kept or mark == CHANNELS
 
     def _without_end(self, rendered: str) -> str:
         """Return a rendering without the markers at its end, such as Phi 3's end of a conversation.
@@ -474,13 +477,12 @@ class ChatTokenizer:
         return rendered
 
     def _lead(self, prompt: str, later: str, reply: str) -> str:
-        """Return the white space that a template writes before a reply, and a policy generates.
+        """Return what a template writes between a prompt and a reply, and a policy generates.
 
-        Llama 2 has one: `[/INST] reply`.
+        White space (Llama 2), or a channel (gpt-oss): `[/INST] reply`.
         """
-        rest = later[len(prompt) :] if later.startswith(prompt) else ""
-        space = rest[: len(rest) - len(rest.lstrip())]
-        return space if rest[len(space) :].startswith(reply) else ""
+        lead, found, _ = (behind_history(prompt, later) or "").partition(reply)
+        return lead if found else ""
 
     def _must_join(self, joined: Sequence[int], whole: str, what: str) -> None:
         """Raise ModelError if pieces have other tokens than the whole."""
@@ -518,28 +520,33 @@ class ChatTokenizer:
         for role in roles:
             observation = {"role": role, "content": "an observation"}
             whole = self.render(with_reply, prompt=False, tools=tools)
-            now = _until_reply(whole)
             with_reply.append(observation)
             later = self.render(with_reply, prompt=True, tools=tools)
-            self._must_extend(now, later, f"a message of the {role}")
-            if observation["content"] not in later[len(now) :]:
+            behind = self._beyond(_until_reply(whole), later, f"a message of the {role}")
+            if observation["content"] not in behind:
                 raise ModelError(
                     f"the model's chat template omits a message of the {role} behind an answer",
                     hint="use a template that shows it, or play the game as an agent program",
                 )
-            if later[len(now) :] != (appended := self._behind([observation])):
-                raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
+            if behind != (appended := self._behind([observation])):
+                raise rewrites(f"a message of the {role}", appended, behind)
             with_reply.append({"role": "assistant", "content": _REPLY})
 
     def _must_extend(self, shorter: str, longer: str, what: str) -> None:
         if not longer.startswith(shorter):
-            raise _rewrites(what, shorter, longer)
+            raise rewrites(what, shorter, longer)
+
+    def _beyond(self, known: str, rendered: str, what: str) -> str:
+        """Return what a rendering has after `known`, whose reasoning it may leave out."""
+        behind = behind_history(known, rendered)
+        if behind is None:
+            raise rewrites(what, known, rendered)
+        return behind
 
     def _behind(self, observation: Sequence[ChatMessage]) -> str:
         """Return the rendering of messages between a turn and the next one."""
         whole = self.render([*_STAND_IN, *observation], prompt=True)
-        self._must_extend(self._before, whole, "an observation")
-        return whole[len(self._before) :]
+        return self._beyond(self._before, whole, "an observation")
 
     def _is_other_behind_text(self) -> bool:
         """Whether a piece has other tokens at a text's start, as with SentencePiece's space."""
@@ -551,8 +558,8 @@ class ChatTokenizer:
         marks: list[int] = []
         for message in (_USER, *_OTHERS):
             whole = self._rendered([*_STAND_IN, message], prompt=True) or ""
-            if whole.startswith(self._before):
-                ids = self.encode_behind(self._before, whole[len(self._before) :])
+            if behind := behind_history(self._before, whole):
+                ids = self.encode_behind(self._before, behind)
                 marks += [token for token in ids[:1] if token in self._marks]
         return marks
 
@@ -583,8 +590,7 @@ class ChatTokenizer:
             marks += texts.find(prompt[len(user) :])[:1]  # the start of the reasoning follows
         for message in _OTHERS:
             whole = self._rendered([*_STAND_IN, message], prompt=False) or ""
-            if whole.startswith(self._before):
-                marks += self._texts.find(whole[len(self._before) :])
+            marks += self._texts.find(behind_history(self._before, whole) or "")
         return list(dict.fromkeys(name for name in marks if not opened_by(name)))
 
     def _rendered(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str | None:
@@ -623,6 +629,8 @@ class ChatTokenizer:
         if self._has_template and any(message.get("role") == "system" for message in messages):
             named = str(cast("Any", self._tokenizer).name_or_path or "the model")
             messages = self.system_form.fit(messages, named)
+        if any(message.get("reasoning_content") for message in messages):
+            messages = [with_reasoning(message, self._reasoning_key) for message in messages]
         if any(message.get("tool_calls") for message in messages):
             messages = self._call_form.fit(messages)
         return self._render(messages, prompt=prompt, tools=tools)
@@ -642,6 +650,15 @@ class ChatTokenizer:
             render = partial(self._render, prompt=False)
             self.findings["calls"] = find_call_form(lambda some, its: render(some, tools=its))
         return self.findings["calls"]
+
+    @property
+    def _reasoning_key(self) -> str:
+        """The key of messages from which the template reads reasoning, found once."""
+        if "reasoning" not in self.findings:
+            self.findings["reasoning"] = find_reasoning_key(
+                partial(self._render, prompt=False, tools=())
+            )
+        return self.findings["reasoning"]
 
     def _render(
         self,
@@ -767,29 +784,9 @@ def _hides_reply() -> ModelError:
     )
 
 
-def num_shared(left: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common start of two texts, or of two lists of tokens."""
-    pairs = enumerate(zip(left, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(other)))
-
-
 def _until_reply(rendered: str) -> str:
     """Return a rendering up to the end of the sample reply; empty if it is not in it."""
     return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
-
-
-def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
-    same = num_shared(expected, rendered)
-    start = max(0, same - 20)
-    return ModelError(
-        f"the chat template rewrites the history: with {what} it was\n"
-        f"    …{expected[start : same + _SHOWN]!r}\n  and becomes\n"
-        f"    …{rendered[start : same + _SHOWN]!r}",
-        hint="a policy must see the history that it was trained on: use a template that only "
-        "appends (for Qwen3, the chat_template.jinja without the part that removes <think> from "
-        "earlier turns, saved in the model's folder), set model.template_kwargs so that it does, "
-        "or set rollout.max_turns to 1",
-    )
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:

@@ -23,7 +23,8 @@ from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import DataError, ModelError, TinkermqError
 from ...schemas.wire.foreign import words_of
-from ..policy.chat import ChatTokenizer, Conversation, make_chat, open_chat
+from ..policy.chat import ChatTokenizer, make_chat, open_chat
+from ..policy.histories import Conversation
 from ..policy.policies import check_weights
 from ..runtime import JobContext, settle_memory
 from ..weights.follower import WeightFollower

@@ -26,7 +26,8 @@ from ...schemas.tool_calls import HERMES, THINK, CallFormat
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ...schemas.wire.images import images_of
-from ..policy.chat import ChatMessage, ChatTokenizer, num_shared
+from ..policy.chat import ChatMessage, ChatTokenizer
+from ..policy.histories import num_shared
 from ..policy.system_form import SystemForm
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]

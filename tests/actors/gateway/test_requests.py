@@ -45,7 +45,9 @@ def shown(query: ChatRequest) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]"])
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(RequestError, match=r"the body (cannot be read: it is not valid JSON|must be an object)"):
+    with pytest.raises(
+        RequestError, match=r"the body (cannot be read: it is not valid JSON|must be an object)"
+    ):
         read_query(raw, CHAT)
 
 

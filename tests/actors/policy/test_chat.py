@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.policy.chat import ChatTokenizer, Conversation
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.histories import Conversation
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.schemas.wire.errors import DataError, ModelError
 from tokenizers import Tokenizer, pre_tokenizers
@@ -91,23 +92,33 @@ def test_actions_are_decoded_without_special_tokens_and_without_loss() -> None:
     assert chat.decode(ids_of(chat, " 4 · 2 = 8 € \n<|end|>")) == " 4 · 2 = 8 € \n"
 
 
-def test_a_template_that_strips_reasoning_is_refused() -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}], ids=["thinking", "not"])
+def test_reasoning_that_a_template_leaves_out_stays_in_an_episode(kwargs: dict[str, bool]) -> None:
+    chat = chat_of(QWEN3, **kwargs)
+    chat.check_template()
+    assert chat.keeps_reasoning
+    begun = text_of(chat, chat.first_prompt([{"role": "user", "content": "2+2?"}]))
+    assert begun.endswith("</think>\n\n") == bool(kwargs)
+    said = "<think>\nhm\n</think>\n\n4<|im_end|>"
+    again = text_of(chat, chat.next_turn(ids_of(chat, said), [{"role": "user", "content": "so?"}]))
+    assert again == "\n<|im_start|>user\nso?<|im_end|>\n" + begun[begun.rindex("<|im_start|>") :]
+
+
+def test_a_recorded_conversation_keeps_the_reasoning_of_each_answer() -> None:
     chat = chat_of(QWEN3)
-    with pytest.raises(ModelError) as caught:
-        chat.check_template()
-    assert "rewrites the history: with turn 2" in caught.value.message
-    assert "some reasoning" in caught.value.message
-    assert "rollout.max_turns" in caught.value.hint
-    chat.check_template(multi_turn=False)
+    question, thought = {"role": "user", "content": "2+2?"}, "<think>\nhm\n</think>\n\n4"
+    answer = {"role": "assistant", "content": thought}
+    spoken = chat.conversation([question, answer, question, answer])
+    once = f"<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{thought}<|im_end|>\n"
+    assert text_of(chat, spoken.token_ids) + "\n" == once * 2
 
 
-def test_an_empty_reasoning_block_that_vanishes_from_the_history_is_refused() -> None:
+def test_an_answer_that_cannot_follow_its_prompt_is_refused() -> None:
     chat = chat_of(QWEN3, enable_thinking=False)
-    assert text_of(chat, chat.first_prompt([{"role": "user", "content": "x"}])).endswith(
-        "<think>\n\n</think>\n\n"
-    )
-    with pytest.raises(ModelError, match="with turn 1"):
-        chat.check_template()
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(DataError, match="cannot follow the prompt") as refused:
+        chat.conversation(messages)
+    assert "model.template_kwargs" in refused.value.hint
 
 
 def test_template_kwargs_hold_at_every_turn() -> None:
@@ -182,15 +193,18 @@ def test_tools_are_shown_by_a_template_that_takes_them() -> None:
 
 
 def test_a_conversation_that_cannot_be_learnt_is_refused() -> None:
-    question, thought = {"role": "user", "content": "2+2?"}, "<think>\nhm\n</think>\n\n4"
+    question = {"role": "user", "content": "2+2?"}
     with pytest.raises(DataError, match="no message of the assistant"):
         chat_of(CHATML).conversation([question])
     with pytest.raises(ModelError, match="omits tools"):
         chat_of(CHATML).conversation([question], [{"name": "add"}])
-    answer = {"role": "assistant", "content": thought}
-    assert len(chat_of(QWEN3).conversation([question, answer]).turn_ends) == 1
+    answer, last_two = (
+        {"role": "assistant", "content": "4"},
+        CHATML.replace("messages -%}", "messages[-2:] -%}", 1),
+    )
+    assert len(chat_of(last_two).conversation([question, answer]).turn_ends) == 1
     with pytest.raises(ModelError, match="rewrites the history"):
-        chat_of(QWEN3).conversation([question, answer, question, answer])
+        chat_of(last_two).conversation([question, answer, question, answer])
 
 
 # The shape of Qwen2.5's: tools stand in the system message, tool answers in user turns.

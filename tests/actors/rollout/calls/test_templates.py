@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.policy.chat import ChatTokenizer, num_shared
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.histories import num_shared
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
@@ -581,6 +582,80 @@ def test_conversations_are_learnt_with_the_tokens_of_transformers(
     assert not str(marked._tokenizer.decode(whole[len(spoken.token_ids) :])).strip()
     assert len(spoken.turn_ends) == 3
     assert {int(spoken.token_ids[end]) for end in spoken.turn_ends} <= set(marked.stop_token_ids)
+
+
+KEEPING = {
+    "qwen3": "<think>\nhm\n</think>\n\n",
+    "qwen3_5_think": "hm\n</think>\n\n",
+    "qwen3_6": "hm\n</think>\n\n",
+    "glm4moe": "\n<think>hm</think>\n",
+    "nemotron_3_nano": "hm\n</think>\n\n",
+    "deepseek_r1_distill": "hm\n</think>\n\n",
+    "deepseekv3": "hm\n</think>\n\n",
+    "lfm2_2_5": "<think>\nhm\n</think>\n\n",
+    "gemma4": "<|channel>thought\nhm\n<channel|>",
+    "gptoss": "<|channel|>analysis<|message|>hm<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>",
+}
+"""Templates that leave the reasoning of earlier turns out, and how their models write it."""
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_an_episode_keeps_reasoning_that_a_template_leaves_out(name: str) -> None:
+    chat = chat_of(name)
+    chat.check_template()
+    assert chat.keeps_reasoning
+    asked = [{"role": "user", "content": f"go on {number}"} for number in range(3)]
+    ids = chat.first_prompt(asked[:1]).tolist()
+    shown = chat.decode_all(ids)
+    for message in asked[1:]:
+        said = [*chat.encode_reply(f"{KEEPING[name]}sure"), chat.stop_token_ids[0]]
+        ids += [*said, *chat.next_turn(said, [message]).tolist()]
+    whole = chat.decode_all(ids)
+    assert whole.startswith(shown)
+    assert whole.count(f"{KEEPING[name]}sure") == 2
+    assert [whole.count(message["content"]) for message in asked] == [1, 1, 1]
+    told = [asked[0], {"role": "assistant", "content": "sure"}] * 2 + asked[2:]
+    assert whole.endswith(chat.render(told, prompt=True)[-len(asked[2]["content"]) - 12 :])
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_nano", "lfm2_2_5"]
+)
+def test_a_recorded_conversation_has_the_tokens_of_an_episode(name: str) -> None:
+    chat = chat_of(name)
+    begun = "" if name == "glm4moe" else "\n"
+    thought = f"<think>{begun}hm{begun}</think>\n{begun}sure"
+    messages = told("go on", 3)
+    for message in messages[1::2]:
+        message["content"] = thought
+    spoken = chat.conversation(messages)
+    starts = np.flatnonzero(np.diff(spoken.mask, prepend=0) == 1)
+    ids: list[int] = []
+    for start, end, message in zip(starts, spoken.turn_ends, messages[::2], strict=True):
+        before = chat.first_prompt([message]) if not ids else chat.next_turn(ids[-1:], [message])
+        ids += [*before.tolist(), *spoken.token_ids[start : end + 1].tolist()]
+    assert spoken.token_ids.tolist() == ids
+    assert chat.decode_all(ids).count("</think>") == 3
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "nemotron_3_nano", "lfm2_2_5", "gptoss"])
+def test_a_template_is_given_reasoning_under_the_name_that_it_reads(name: str, key: str) -> None:
+    told = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "sure", key: "hm"}]
+    shown = chat_of(name).render(told, prompt=False)
+    assert shown.index("go") < shown.rindex("hm") < shown.rindex("sure")
+
+
+def test_games_of_several_turns_are_played_with_each_template_that_shows_texts() -> None:
+    refused: dict[str, str] = {}
+    for file in sorted(FOLDER.glob("*.jinja")):
+        try:
+            chat_of(file.stem).check_template()
+        except ModelError as error:
+            refused[file.stem] = error.message
+    parts = {name for name in refused if re.match("idefics|smolvlm|llava", name)}
+    assert refused.keys() - {"llama3"} == parts, refused  # these tokenizers have no bos_token
 
 
 @pytest.mark.parametrize("marked", ["qwen2_5", "qwen3", "qwen3_instruct_2507"], indirect=True)
