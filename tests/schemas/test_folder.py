@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -206,12 +205,14 @@ def test_a_folder_however_deep_is_removed(tmp_path: Path, secrets: Path) -> None
     assert (secrets / "key").read_bytes() == SECRET
 
 
-def as_an_ordinary_user(act: Callable[[], None]) -> bool:
-    """Whether something can be done by a process that root's rights do not help."""
+def as_an_ordinary_user(home: Path, act: Callable[[], None]) -> bool:
+    """Whether something can be done in `home` by a process that root's rights do not help."""
     child = os.fork()
     if not child:
         try:
+            os.chdir(home)  # to which no path may lead without root's rights
             if os.getuid() == 0:
+                os.chown(".", 65534, 65534)
                 os.setgroups([])
                 os.setresgid(65534, 65534, 65534)
                 os.setresuid(65534, 65534, 65534)
@@ -224,20 +225,19 @@ def as_an_ordinary_user(act: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o100, 0o200, 0o400, 0o500, 0o600, 0o300])
-def test_folders_that_their_owner_has_locked_are_removed(mode: int) -> None:
+def test_folders_that_their_owner_has_locked_are_removed(mode: int, tmp_path: Path) -> None:
     def act() -> None:
-        with tempfile.TemporaryDirectory() as made:
-            inner = Path(made, "run", "a", "b")
-            inner.mkdir(parents=True)
-            (inner / "file").write_text("x")
-            (inner / "file").chmod(0)
-            for one in (inner, inner.parent, inner.parent.parent):
-                one.chmod(mode)
-            with Folder(made) as folder:
-                folder.remove("run")
-            assert list(Path(made).iterdir()) == []
+        inner = Path("run", "a", "b")
+        inner.mkdir(parents=True)
+        (inner / "file").write_text("x")
+        (inner / "file").chmod(0)
+        for one in (inner, inner.parent, inner.parent.parent):
+            one.chmod(mode)
+        with Folder(".") as folder:
+            folder.remove("run")
 
-    assert as_an_ordinary_user(act)
+    assert as_an_ordinary_user(tmp_path, act)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_more_files_than_are_walked_are_told_and_removed(

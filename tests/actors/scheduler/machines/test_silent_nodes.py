@@ -119,12 +119,17 @@ async def test_a_job_that_is_requeued_under_its_number_has_the_whole_time_to_joi
         await pool.refresh()
         return [one.state for one in (await keeper.answer(Empty())).machines] == [state]
 
+    async def is_gone() -> bool:
+        await pool.refresh()
+        return not pool.nodes()
+
     await pool.refresh()
     keeping = asyncio.create_task(keeper.run(no_demand, lambda: True))
     await eventually(lambda: state_is("here"), "the node")
     cluster.started[SILENT] = None
     await eventually(lambda: state_is("asked"), "the job to wait again")
     await records.delete(SILENT)
+    await eventually(is_gone, "the node to be gone")  # with it, the job would have joined at once
     await asyncio.sleep(config.join_s)
     cluster.started[SILENT] = time.time() + 1000  # its time to join has not begun
     await eventually(lambda: state_is("coming"), "the job to run again")
