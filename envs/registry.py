@@ -312,8 +312,7 @@ def _import_class(target: str) -> type[AbstractGame]:
     if not _is_game(target_object):
         raise GameError(
             f"{target} is not a game: it does not derive from tinkermq.envs.AbstractGame",
-            hint="write `class MyGame(AbstractGame)` with reset, step, get_system_prompt and "
-            "get_initial_user_message",
+            hint="write `class MyGame(AbstractGame)` with reset and step",
         )
     return target_object
 
