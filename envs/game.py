@@ -110,13 +110,13 @@ class AbstractGame(ABC):
     def step(self, action: str) -> StepResult:
         """Play one action of the policy."""
 
-    @abstractmethod
     def get_system_prompt(self) -> str:
-        """Return the system prompt; an empty text, or None, means none."""
+        """Return the system prompt; an empty text, or None, means none, as by default."""
+        return ""
 
-    @abstractmethod
     def get_initial_user_message(self) -> str:
-        """Return the text before the first state."""
+        """Return the text before the first state, by default none."""
+        return ""
 
     def get_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the policy may call, as OpenAI's function schemas; always the same.

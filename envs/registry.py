@@ -186,21 +186,22 @@ def find_module(target: str, what: str, shown: Sequence[Path] = ()) -> None:
             f"there is no module {top!r} for {what}",
             hint=f"install it on the nodes, or start them in the folder of {top}",
         )
-    for place in _places(spec) if shown else ():
-        if not any(place.is_relative_to(folder.resolve()) for folder in shown):
-            raise GameError(
-                f"module {top!r} for {what} is in {place}, which code of users does not see",
-                hint="install it into the nodes' Python, not as a link to its folder, or start the "
-                "nodes with this folder in TINKERMQ_GAME_FOLDERS and PYTHONPATH",
-            )
+    places = _places(spec) if shown else []
+    roots = [folder.resolve() for folder in shown]
+    if places and not any(place.is_relative_to(root) for place in places for root in roots):
+        raise GameError(
+            f"module {top!r} for {what} is in {places[0]}, which code of users does not see",
+            hint="install it into the nodes' Python, not as a link to its folder, or start the "
+            "nodes with this folder in TINKERMQ_GAME_FOLDERS and PYTHONPATH",
+        )
 
 
 def _places(spec: ModuleSpec | None) -> list[Path]:
     """Return the real file of a module, or the folders of a package; empty: it is built in."""
-    if spec is None or (not spec.has_location and spec.submodule_search_locations is None):
+    if spec is None:
         return []
-    found = spec.submodule_search_locations or [spec.origin or ""]
-    return [Path(place).resolve() for place in found]
+    found = map(Path, spec.submodule_search_locations or [spec.origin or ""])
+    return [place.resolve() for place in found if place.exists() and place.is_absolute()]
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
@@ -312,8 +313,7 @@ def _import_class(target: str) -> type[AbstractGame]:
     if not _is_game(target_object):
         raise GameError(
             f"{target} is not a game: it does not derive from tinkermq.envs.AbstractGame",
-            hint="write `class MyGame(AbstractGame)` with reset, step, get_system_prompt and "
-            "get_initial_user_message",
+            hint="write `class MyGame(AbstractGame)` with reset and step",
         )
     return target_object
 

@@ -96,7 +96,7 @@ def test_an_abstract_game_cannot_be_made():
     class Half(AbstractGame):
         pass
 
-    with pytest.raises(TypeError, match="get_system_prompt"):
+    with pytest.raises(TypeError, match="reset"):
         Half()  # pyright: ignore[reportAbstractUsage]
 
 
