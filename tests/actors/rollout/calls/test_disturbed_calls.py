@@ -282,18 +282,6 @@ async def assert_undisturbed(
     await restored.close("")
 
 
-async def test_a_holder_after_two_that_logged_nothing_draws_as_the_first_would(
-    broker: Broker, recorded: JobScope
-) -> None:
-    task = next(_tasks)
-    seeds = [
-        (await opened(held(broker, recorded, delivery, task))).drawing_seed
-        for delivery in (1, 2, 3)
-    ]
-    assert seeds == [seeds[0]] * 3
-    assert seeds[0]
-
-
 def _property(num_examples: int, *, derandomize: bool) -> Callable[..., Any]:
     @settings(
         max_examples=num_examples,
