@@ -19,6 +19,9 @@ from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.foreign import blaming, look_here, place_of, words_of
 from .game import AbstractGame
 
+_MISSPELT = 0.9
+"""Similarity of a method's name to one of a game's above which it is taken for a slip."""
+
 # Packages that only some games need, each with its own extra of tinkermq.
 #
 # A game imports such a package when it is created, so that all else works without it.
@@ -315,7 +318,21 @@ def _import_class(target: str) -> type[AbstractGame]:
             f"{target} is not a game: it does not derive from tinkermq.envs.AbstractGame",
             hint="write `class MyGame(AbstractGame)` with reset and step",
         )
+    _refuse_misspelt(target_object)
     return target_object
+
+
+def _refuse_misspelt(game_class: type[AbstractGame]) -> None:
+    """Raise GameError for a method that is named almost like one that a game may have."""
+    known = [name for name in dir(AbstractGame) if not name.startswith("_")]
+    own = [name for name, value in vars(game_class).items() if inspect.isfunction(value)]
+    for name in set(own).difference(known):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+        if near and near[0] not in own:
+            raise GameError(
+                f"{game_class.__name__} has a method {name}, which nothing calls",
+                hint=f"did you mean {near[0]}? If not, name it otherwise, or begin it with _",
+            )
 
 
 def _import_module(name: str, target: str) -> ModuleType:

@@ -358,6 +358,7 @@ def failures(**config):
     ("game", "question", "detail"),
     [
         ("broken_games:Nowhere", "the game imports", "has no game 'Nowhere'"),
+        ("broken_games:Misspelt", "the game imports", "get_sytem_prompt, which nothing calls"),
         ("broken_games:RaisesInInit", "the game can be made", "the emulator is not installed"),
         ("broken_games:Abstract", "the game can be made", "abstract method"),
         ("broken_games:RaisesInReset", "types are right", "raised in reset: KeyError"),
