@@ -451,7 +451,7 @@ class ChatTokenizer:
             return
         if not self._before:
             raise hides_reply()
-        kept, later, joined = prompt, prompt, self._texts.encode(prompt)
+        episode, later, joined = prompt, prompt, self._texts.encode(prompt)
         for number, reply in enumerate(_REPLIES, 1):
             prompt = later
             observation: ChatMessage = {"role": "user", "content": f"observation {number}"}
@@ -461,12 +461,12 @@ class ChatTokenizer:
             appended = self._behind([observation])
             if not later.endswith(appended):
                 raise rewrites(f"observation {number}", appended, later[-len(appended) :])
-            said_ids = self.encode_behind(kept, said)
+            said_ids = self.encode_behind(episode, said)
             joined += [*said_ids, *self.next_turn(said_ids, [observation]).tolist()]
-            kept += said + appended
-            if without_reasoning(later) != without_reasoning(kept):
-                raise rewrites(f"turn {number}", kept, later)
-            self._must_join(joined, kept, f"turn {number}")
+            episode += said + appended
+            if without_reasoning(later) != without_reasoning(episode):
+                raise rewrites(f"turn {number}", episode, later)
+            self._must_join(joined, episode, f"turn {number}")
         why, mark = "some reasoning", self.reasoning_mark
         reasoned = f"{mark}\n{why}\n{MARKS[mark]}\n\n{_REPLIES[0]}"
         messages[1] = {"role": "assistant", "content": reasoned}
@@ -486,8 +486,8 @@ class ChatTokenizer:
 
     def _lead(self, prompt: str, later: str, reply: str) -> str:
         """Return what a template writes before a reply: white space (Llama 2), a channel."""
-        lead, found, _ = (behind_history(prompt, later) or "").partition(reply)
-        return lead if found else ""
+        lead, shown, _ = (behind_history(prompt, later) or "").partition(reply)
+        return lead if shown else ""
 
     def _must_join(self, joined: Sequence[int], whole: str, what: str) -> None:
         """Raise ModelError if pieces have other tokens than the whole."""

@@ -99,10 +99,12 @@ def find_reasoning_key(render: Callable[[list[dict[str, Any]]], str]) -> str:
 
     gpt-oss reads `thinking`. `render` raises ModelError if the template refuses messages.
     """
-    asked = {"role": "user", "content": "stand-in"}
+    question = {"role": "user", "content": "stand-in"}
     for key in _KEYS:
         try:
-            shown = render([asked, {"role": "assistant", "content": "reply", key: "stand-in why"}])
+            shown = render(
+                [question, {"role": "assistant", "content": "reply", key: "stand-in why"}]
+            )
         except ModelError:
             continue
         if "stand-in why" in shown:
