@@ -203,8 +203,8 @@ def _places(spec: ModuleSpec | None) -> list[Path]:
     """Return the real file of a module, or the folders of a package; empty: it is built in."""
     if spec is None:
         return []
-    found = map(Path, spec.submodule_search_locations or [spec.origin or ""])
-    return [place.resolve() for place in found if place.exists() and place.is_absolute()]
+    paths = map(Path, spec.submodule_search_locations or [spec.origin or ""])
+    return [place.resolve() for place in paths if place.exists() and place.is_absolute()]
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:

@@ -457,13 +457,13 @@ class ChatTokenizer:
             observation: ChatMessage = {"role": "user", "content": f"observation {number}"}
             messages += [{"role": "assistant", "content": reply}, observation]
             later = self.render(messages, prompt=True)
-            said = self._lead(prompt, later, reply) + reply
+            turn = self._lead(prompt, later, reply) + reply
             appended = self._behind([observation])
             if not later.endswith(appended):
                 raise rewrites(f"observation {number}", appended, later[-len(appended) :])
-            said_ids = self.encode_behind(episode, said)
-            joined += [*said_ids, *self.next_turn(said_ids, [observation]).tolist()]
-            episode += said + appended
+            turn_ids = self.encode_behind(episode, turn)
+            joined += [*turn_ids, *self.next_turn(turn_ids, [observation]).tolist()]
+            episode += turn + appended
             if without_reasoning(later) != without_reasoning(episode):
                 raise rewrites(f"turn {number}", episode, later)
             self._must_join(joined, episode, f"turn {number}")
