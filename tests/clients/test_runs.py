@@ -382,7 +382,8 @@ def test_a_change_of_state_is_one_line(
         told += [record, event] if record is queued else [event, record, record]
     for update in told:
         display.show(update)
-    states = ("QUEUED waits to be placed", "QUEUED is next; other holds 2", "RUNNING all actors run")
+    queue = ("QUEUED waits to be placed", "QUEUED is next; other holds 2")
+    states = (*queue, "RUNNING all actors run")
     shown = "".join(f"{queued.name} {state}\n" for state in states)
     assert capsys.readouterr().out == shown
 
