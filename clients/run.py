@@ -43,7 +43,7 @@ from .validation import resolve_paths, split_checkpoint_name
 
 # Evaluate a version of a run, or a model, and compare two.
 
-OnSubmitted: TypeAlias = Callable[[JobRecord], None]
+OnRecord: TypeAlias = Callable[[JobRecord], None]
 """Called with the job that evaluates, once it is submitted."""
 POLL_S = 0.5
 EVALUATION_DEADLINE_S = 3600.0
@@ -102,17 +102,18 @@ async def evaluate(
     pool: Pool,
     target: str,
     settings: EvaluationSettings,
-    on_submitted: OnSubmitted | None = None,
+    on_record: OnRecord | None = None,
 ) -> Evaluated:
-    """Evaluate `RUN`, `RUN@STEP`, or a model folder; `on_submitted` gets the job that evaluates.
+    """Evaluate `RUN`, `RUN@STEP`, or a model folder.
 
+    `on_record` gets the record of the job that evaluates a checkpoint or folder, and its changes.
     Raises ConfigError, NotFoundError, JobFailedError, DeadlineError.
     """
     folder = _folder(target)
     if folder is not None or is_path(target):
         record = await pool.find(_needed(settings.like))
         fork_of, config = None if folder else target, settings.config(record, folder)
-        return await _evaluate_model(pool, target, config, fork_of, on_submitted)
+        return await _evaluate_model(pool, target, config, fork_of, on_record)
     run, step = split_checkpoint_name(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:
@@ -124,7 +125,7 @@ async def evaluate(
         what, values = await _evaluate_live(pool, record)
         return Evaluated(what, values, [])
     fork_of = f"{record.job}@{step or LAST_STEP}"
-    return await _evaluate_model(pool, target, settings.config(record, None), fork_of, on_submitted)
+    return await _evaluate_model(pool, target, settings.config(record, None), fork_of, on_record)
 
 
 def _folder(target: str) -> Path | None:
@@ -180,7 +181,7 @@ async def _evaluate_model(
     target: str,
     config: dict[str, Any],
     fork_of: str | None,
-    on_submitted: OnSubmitted | None,
+    on_record: OnRecord | None,
 ) -> Evaluated:
     """Submit a job of kind `eval` for a model folder or checkpoint and return its results.
 
@@ -192,8 +193,6 @@ async def _evaluate_model(
         fork_of=fork_of,
         request_id=new_request_id(),
     )
-    if on_submitted is not None:
-        on_submitted(job)
     values: dict[str, float] = {}
     episodes: list[Scored] = []
     async with aclosing(follow_run(pool, job)) as updates:
@@ -202,8 +201,11 @@ async def _evaluate_model(
                 values.update(update.values)
             elif isinstance(update, Event) and update.kind == "evaluation_episodes":
                 episodes += _episodes(update)
-            elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
-                raise job_failure(update)
+            elif isinstance(update, JobRecord):
+                if update.state in FINAL_STATES - {"COMPLETED"}:
+                    raise job_failure(update)
+                if on_record is not None:
+                    on_record(update)
     return Evaluated(job.fork_of or target, values, episodes, job)
 
 
@@ -216,7 +218,7 @@ async def evaluate_both(
     pool: Pool,
     pair: tuple[str, str],
     settings: EvaluationSettings,
-    on_submitted: OnSubmitted | None = None,
+    on_record: OnRecord | None = None,
 ) -> tuple[Evaluated, Evaluated]:
     """Evaluate two versions on the same tasks; ConfigError for a live run's newest one."""
     for target in pair:
@@ -226,9 +228,7 @@ async def evaluate_both(
                 f"{target} is live: its newest version cannot be compared task by task",
                 hint="name checkpoints: RUN@STEP",
             )
-    a, b = await asyncio.gather(
-        *(evaluate(pool, target, settings, on_submitted) for target in pair)
-    )
+    a, b = await asyncio.gather(*(evaluate(pool, target, settings, on_record) for target in pair))
     return a, b
 
 

@@ -17,7 +17,7 @@ from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
 from ..schemas.tool_calls import CLOSE, OPEN
 from ..schemas.wire.codec import pack
-from ..schemas.wire.errors import GameError, TinkermqError
+from ..schemas.wire.errors import GameError, TinkermqError, counted
 from ..schemas.wire.foreign import clean_text, shown
 from ..schemas.wire.images import plain_text
 from .data import HostData
@@ -121,7 +121,7 @@ class _Checker:
         local = LocalGame(self._config, self._class, data)
         self.game = self._stack.enter_context(closing(local))
         count = len(self._config.train_data) + len(self._config.val_data)
-        return f"{count} file(s)" if count else "none: the game generates its states"
+        return counted(count, "file") if count else "none: the game generates its states"
 
     def limits(self) -> str:
         """Reset and step meet their time limits."""

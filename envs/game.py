@@ -110,13 +110,13 @@ class AbstractGame(ABC):
     def step(self, action: str) -> StepResult:
         """Play one action of the policy."""
 
-    @abstractmethod
     def get_system_prompt(self) -> str:
-        """Return the system prompt; an empty text, or None, means none."""
+        """Return the system prompt; an empty text, or None, means none, as by default."""
+        return ""
 
-    @abstractmethod
     def get_initial_user_message(self) -> str:
-        """Return the text before the first state."""
+        """Return the text before the first state, by default none."""
+        return ""
 
     def get_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the policy may call, as OpenAI's function schemas; always the same.
@@ -138,7 +138,8 @@ class AbstractGame(ABC):
         """Give back what the episode holds: sessions, processes, files; by default nothing.
 
         Called once, as the last method, however an episode ends: done, failed, or given up; also
-        after a `reset` that failed. Not async, and within the time limit of the call that ends it.
+        after a `reset` that failed, and of an instance that was made to ask for its name and tools,
+        without `reset`. Not async, and within the time limit of the call that ends it.
         """
 
     def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:

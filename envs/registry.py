@@ -6,9 +6,10 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,9 @@ from typing import Any, cast
 from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.foreign import blaming, look_here, place_of, words_of
 from .game import AbstractGame
+
+_MISSPELT = 0.9
+"""Similarity of a method's name to one of a game's above which it is taken for a slip."""
 
 # Packages that only some games need, each with its own extra of tinkermq.
 #
@@ -152,8 +156,8 @@ def _named(game_class: type[AbstractGame], kwargs: Mapping[str, Any]) -> list[st
     return [target for target in targets if isinstance(target, str) and ":" in target]
 
 
-def find_game(game: str) -> str:
-    """Return the module of a game, without running its code.
+def find_game(game: str, shown: Sequence[Path] = ()) -> str:
+    """Return the module of a game, without running its code; see `find_module`.
 
     Raises GameError for a name that is not registered, or a package that is not installed.
     """
@@ -164,20 +168,43 @@ def find_game(game: str) -> str:
     else:
         modules = [target.partition(":")[0]]
     for module in modules:
-        find_module(module, f"game {game!r}")
+        find_module(module, f"game {game!r}", shown)
     return target
 
 
-def find_module(target: str, what: str) -> None:
-    """Raise GameError unless the package of `module:name` is installed or in the working folder."""
+def find_module(target: str, what: str, shown: Sequence[Path] = ()) -> None:
+    """Raise GameError unless the package of `module:name` is installed or in the working folder.
+
+    With `shown` it must lie in one of these folders: the sandbox in which it runs has no others.
+    """
     top = re.split("[.:]", target, maxsplit=1)[0]
     look_here()
     importlib.invalidate_caches()  # the file may have just been written
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
+    imported = sys.modules.get(top)
+    spec = (
+        importlib.util.find_spec(top) if imported is None else getattr(imported, "__spec__", None)
+    )
+    if imported is None and spec is None:
         raise GameError(
             f"there is no module {top!r} for {what}",
             hint=f"install it on the nodes, or start them in the folder of {top}",
         )
+    places = _places(spec) if shown else []
+    roots = [folder.resolve() for folder in shown]
+    if places and not any(place.is_relative_to(root) for place in places for root in roots):
+        raise GameError(
+            f"module {top!r} for {what} is in {places[0]}, which code of users does not see",
+            hint="install it into the nodes' Python, not as a link to its folder, or start the "
+            "nodes with this folder in TINKERMQ_GAME_FOLDERS and PYTHONPATH",
+        )
+
+
+def _places(spec: ModuleSpec | None) -> list[Path]:
+    """Return the real file of a module, or the folders of a package; empty: it is built in."""
+    if spec is None:
+        return []
+    paths = map(Path, spec.submodule_search_locations or [spec.origin or ""])
+    return [place.resolve() for place in paths if place.exists() and place.is_absolute()]
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
@@ -289,10 +316,23 @@ def _import_class(target: str) -> type[AbstractGame]:
     if not _is_game(target_object):
         raise GameError(
             f"{target} is not a game: it does not derive from tinkermq.envs.AbstractGame",
-            hint="write `class MyGame(AbstractGame)` with reset, step, get_system_prompt and "
-            "get_initial_user_message",
+            hint="write `class MyGame(AbstractGame)` with reset and step",
         )
+    _refuse_misspelt(target_object)
     return target_object
+
+
+def _refuse_misspelt(game_class: type[AbstractGame]) -> None:
+    """Raise GameError for a method that is named almost like one that a game may have."""
+    known = [name for name in dir(AbstractGame) if not name.startswith("_")]
+    own = [name for name, value in vars(game_class).items() if inspect.isfunction(value)]
+    for name in set(own).difference(known):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+        if near and near[0] not in own:
+            raise GameError(
+                f"{game_class.__name__} has a method {name}, which nothing calls",
+                hint=f"did you mean {near[0]}? If not, name it otherwise, or begin it with _",
+            )
 
 
 def _import_module(name: str, target: str) -> ModuleType:

@@ -9,6 +9,7 @@ of outputs/data/<game>/chats.jsonl, in the column `messages`, with the game's to
 import argparse
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def main() -> None:
         chats = conversations(game, kwargs, folder / "train.parquet", arguments.rows)
     else:
         chats = demonstrations(game, kwargs, arguments.rows)
-    tools = load_game(game)(**kwargs).get_tools()
+    with closing(load_game(game)(**kwargs)) as trial:
+        tools = trial.get_tools()
     shown = {"tools": tools} if tools else {}
     rows = ({"messages": messages, **shown} for messages in chats)
     print(write_rows(folder / "chats.jsonl", rows))
@@ -57,15 +59,16 @@ def conversations(
     data = Dataset([file]) if file.is_file() else None
     for number in range(count):
         record = data.record(number % len(data)) if data is not None else None
-        game: Any = game_class(**kwargs)
-        messages = open_game(game, seed=number, record=record, kwargs={})
-        for _ in range(MAX_TURNS):
-            action = game.gold_action()
-            messages.append({"role": "assistant", "content": action})
-            result = game.step(action)
-            if result.done:
-                break
-            messages += result.messages()
+        with closing(game_class(**kwargs)) as opened:
+            game: Any = opened
+            messages = open_game(game, seed=number, record=record, kwargs={})
+            for _ in range(MAX_TURNS):
+                action = game.gold_action()
+                messages.append({"role": "assistant", "content": action})
+                result = game.step(action)
+                if result.done:
+                    break
+                messages += result.messages()
         yield messages
 
 

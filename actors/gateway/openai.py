@@ -53,6 +53,7 @@ from ...schemas.model_apis.request import (
     RequestError,
     bounds_error,
     json_of,
+    refused_field,
     served_request,
 )
 from ...schemas.model_apis.responses import RESPONSES
@@ -108,11 +109,12 @@ class Serving:
         one, then all: a server that refuses would let the request wait, or has ended.
         """
         if len(self.loads) > 1:
-            beginnings = await asyncio.to_thread(beginnings_of, self.record.job, query)
+            job = self.record.job
+            beginnings = await asyncio.to_thread(beginnings_of, broker.user, job, query)
             for server in self.holders.order(beginnings, self.loads):
                 is_taken = False
                 try:
-                    with self.holders.asking(server):
+                    with self.holders.asking(job, server):
                         async with aclosing(self._send(broker, query, room, server)) as parts:
                             async for part in parts:
                                 if not is_taken:
@@ -291,7 +293,6 @@ _GONE_S = 0.5
 _KEEPALIVE_S = 15.0
 """Interval that is shorter than the timeouts of reverse proxies for idle streams."""
 _CLIENT_CLOSED = 499
-_SHOWN = 100
 _MANNERS = frozenset({"text.verbosity", "thinking.budget_tokens", "thinking.display", "verbosity"})
 """Fields that ask for a manner that models here cannot choose: they do not change an answer."""
 _SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
@@ -393,12 +394,8 @@ def _check(model_request: ModelRequest) -> None:
     for name in model_request.without_effect:
         is_known = is_label(name) or name in _MANNERS
         if not is_known and not (model_request.calls_one and name in _SINGLE):
-            name = name[:_SHOWN]
-            raise RequestError(
-                _FAULTS.get(name, f"the parameter {name!r} is not supported here"),
-                param=name,
-                hint=_HINTS.get(name, "leave it out"),
-            )
+            message, hint = _FAULTS.get(name, ""), _HINTS.get(name, "")
+            raise refused_field(name, model_request.known, message=message, hint=hint)
     if not model_request.model:
         raise RequestError("the parameter 'model' is missing", param="model")
     if model_request.previous:
@@ -641,8 +638,10 @@ class ModelEndpoints:
         broker = await self._broker_of(request)
         fields = Fields(json_of(await request.body()))
         tokens = fields.items("tokens")
+        if not tokens:
+            raise fields.missing("tokens", "tokens must be token ids")
         model_request = COMPLETIONS.read({"model": fields.any("model"), "prompt": tokens})
-        _check(replace(model_request, without_effect=fields.unread()))
+        _check(replace(model_request, without_effect=fields.unread(), known=fields.known()))
         is_ids = [not isinstance(prompt, str) for prompt in model_request.prompts]
         if is_ids != [True]:
             raise RequestError("tokens must be token ids", param="tokens")

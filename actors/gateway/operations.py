@@ -21,7 +21,7 @@ from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
 from ...schemas.task import Decision
 from ...schemas.wire.codec import merged
-from ...schemas.wire.errors import AuthError, ConfigError, MessageError
+from ...schemas.wire.errors import AuthError, ConfigError, MessageError, did_you_mean
 from ...schemas.wire.field_docs import described
 from ...schemas.wire.message import Message, summarize
 from .limits import Share
@@ -290,7 +290,7 @@ def body_of(model: type[B], fields: Mapping[str, Any]) -> B:
     if unknown := set(fields) - set(model.model_fields):
         raise MessageError(
             f"the request is malformed: unknown field {min(unknown)!r}",
-            hint="see /api",
+            hint=did_you_mean(min(unknown), model.model_fields, otherwise="see /api"),
         )
     try:
         return model.model_validate(fields)

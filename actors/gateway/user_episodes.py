@@ -176,8 +176,7 @@ def _read_request(raw: bytes) -> tuple[str, float]:
     """Return the job's name, and how long to wait for an episode."""
     fields = Fields(json_of(raw or b"{}"))
     job, wait_s = fields.text("job"), fields.any("wait_s")
-    for name in fields.unread():
-        raise RequestError(f"{name!r:.80} is not supported here", param=name, hint="leave it out")
+    fields.refuse_unread()
     if not job:
         raise RequestError("job is missing", param="job", hint="name the job: its name or id")
     if wait_s is None:

@@ -8,12 +8,16 @@ import asyncio
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...broker.client.login import without_secrets
 from ...broker.client.rpc import Service
 from ...envs.dataset import is_dataset_name, saved_files
 from ...envs.registry import find_game, find_module
+from ...envs.sandbox.shown import code_folders
 from ...envs.task_folders import holds_tasks
 from ...schemas.checks import (
     LAST_LINE,
@@ -30,7 +34,7 @@ from ...schemas.local.disk import DiskThreads
 from ...schemas.local.process import die_with
 from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion
 from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import DataError, ModelError, TinkermqError
+from ...schemas.wire.errors import DataError, ModelError, TinkermqError, counted
 from ...schemas.wire.subjects import node as node_subject
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from ..storage.access import without_tilde
@@ -48,10 +52,10 @@ _MAX_LOOKS = 8
 _UNKNOWN = CheckReply(done=False)
 
 
-async def serve_checks(service: Service, node: str) -> None:
-    """Answer the scheduler's checks."""
+async def serve_checks(service: Service, node: str, *, sandbox_games: bool) -> None:
+    """Answer the scheduler's checks; `sandbox_games`: code of users runs in sandboxes."""
     model, inspection = ModelChecks(), _ModelInspection()
-    look = FileChecks()
+    look = FileChecks(sandbox_games=sandbox_games)
     await service.endpoint("model", node_subject(node, "model"), ModelQuestion, model.answer)
     await service.endpoint("look", node_subject(node, "look"), LookQuestion, look.answer)
     await service.endpoint(
@@ -65,27 +69,28 @@ async def serve_checks(service: Service, node: str) -> None:
 class FileChecks:
     """Looks for data files and the packages of games, with bounded concurrency."""
 
-    def __init__(self) -> None:
-        """Start without threads."""
+    def __init__(self, *, sandbox_games: bool = False) -> None:
+        """Start without threads; `sandbox_games`: code of users runs in sandboxes."""
         self._threads = DiskThreads(_MAX_LOOKS, ANSWER_S)
+        self._check = partial(check_files_now, shown=code_folders() if sandbox_games else ())
 
     async def answer(self, question: LookQuestion) -> CheckReply:
         """Return the files and packages found, if the disk answers in time."""
         try:
-            return await self._threads.look(question.user, check_files_now, question)
+            return await self._threads.look(question.user, self._check, question)
         except TimeoutError:
             return _UNKNOWN
 
 
-def check_files_now(question: LookQuestion) -> CheckReply:
-    """Look for the files, and for the modules of the game and of functions."""
+def check_files_now(question: LookQuestion, shown: Sequence[Path] = ()) -> CheckReply:
+    """Look for the files, and for the modules of the game and of functions, in `shown` if given."""
     checks: list[Check] = []
     if question.files:
         checks.append(Check("data", lambda: _check_files(question.files)))
     if question.game:
-        checks.append(Check("game", lambda: _check_package(question.game)))
+        checks.append(Check("game", lambda: _check_package(question.game, shown)))
     if question.functions:
-        checks.append(Check("functions", lambda: _check_modules(question.functions)))
+        checks.append(Check("functions", lambda: _check_modules(question.functions, shown)))
     return CheckReply(results=list(run_checks(checks)))
 
 
@@ -96,16 +101,16 @@ def _check_files(names: list[str]) -> str:
             f"there is no file {', '.join(missing[:3])}",
             hint="give files that the nodes see, by whole paths, or bring these there",
         )
-    return f"{len(names)} file(s) are there"
+    return f"{counted(len(names), 'file')} found"
 
 
-def _check_package(game: str) -> str:
-    return f"{find_game(game)}: its package is there; `tinkermq env check` plays it"
+def _check_package(game: str, shown: Sequence[Path]) -> str:
+    return f"{find_game(game, shown)}: its package is there; `tinkermq env check` plays it"
 
 
-def _check_modules(functions: list[str]) -> str:
+def _check_modules(functions: list[str], shown: Sequence[Path]) -> str:
     for function in functions:
-        find_module(function, f"function {function!r}")
+        find_module(function, f"function {function!r}", shown)
     return f"the modules of {', '.join(functions)} are there"
 
 

@@ -176,10 +176,10 @@ class Node:
         self._slots = len(gpus) if gpus else slots
         self._link = link
         self._packages = dict(packages or {})
-        has_users = broker.user == "node"  # as a service of a pool with authentication
-        self._starter = ActorStarter(sandbox_games=has_users)
+        self._has_users = broker.user == "node"  # as a service of a pool with authentication
+        self._starter = ActorStarter(sandbox_games=self._has_users)
         self._start_child = with_secrets(broker, start or self._starter.start)
-        if has_users:
+        if self._has_users:
             self._start_child = with_job_keys(broker, self._start_child)
         self._stop_deadline_s = stop_deadline_s
         self._actors: dict[ActorKey, ActorProcess] = {}
@@ -305,7 +305,7 @@ class Node:
             await service.endpoint(
                 "remove", node_subject(self.name, "remove"), RemoveRun, self._remove_run
             )
-            await serve_checks(service, self.name)
+            await serve_checks(service, self.name, sandbox_games=self._has_users)
             await stopping.wait()
             await self._drain()
             await self._starter.close()

@@ -42,6 +42,7 @@ from .histories import (
     as_generated,
     behind_history,
     find_reasoning_key,
+    hides_reply,
     num_shared,
     rewrites,
     with_reasoning,
@@ -74,6 +75,7 @@ _BETWEEN = ("\n", "a", "0", ".", "一")
 _TAIL = 24
 """Last tokens of a prompt that are searched for the start of reasoning."""
 _SHOWN = 60
+_REASONING_MARKS = frozenset({*MARKS, *MARKS.values()})
 _REMEMBERED = 1024
 """Cached encodings, all of which are dropped when there are more."""
 
@@ -240,15 +242,16 @@ class ChatTokenizer:
         check_seen(images_of(messages), self._image_reader)
         self._refuse_unseen(tools, messages[:1])
         if self._has_template and not self._before:
-            raise _hides_reply()
+            raise hides_reply()
         ids: list[int] = []
         mask: list[int] = []
         ends: list[int] = []
         known, shown = "", 0
+        shown_tools = self._shown(tools) if tools else ""
         for turn in self._turns(messages, tools):
             images = images_of(messages[shown : turn.place])
             shown = turn.place + 1
-            between = self._between(known, ids, turn, images)
+            between = self._between(known, ids, turn, images, shown_tools if known else "")
             turn_ids, known = self._reply_tokens(turn)
             is_turn = trained is None or turn.place in trained
             ids += between + turn_ids
@@ -264,14 +267,20 @@ class ChatTokenizer:
         return Conversation(*(np.array(column, np.int32) for column in (ids, mask, ends)))
 
     def _between(
-        self, known: str, ids: Sequence[int], turn: RenderedTurn, images: Sequence[bytes]
+        self,
+        known: str,
+        ids: Sequence[int],
+        turn: RenderedTurn,
+        images: Sequence[bytes],
+        shown_tools: str,
     ) -> list[int]:
         """Return the tokens from the text `known` with the tokens `ids` to a turn's reply."""
-        behind = behind_history(known, turn.prompt)
+        known, prompt = (text.replace(shown_tools, "") for text in (known, turn.prompt))
+        behind = behind_history(known, prompt)
         if behind is not None:
             return self.encode_seen(behind, images, behind=known)
         known = self._without_end(known)  # gpt-oss ends earlier turns with another marker
-        behind = self._beyond(known, turn.prompt, f"message {turn.place}")
+        behind = self._beyond(known, prompt, f"message {turn.place}")
         between = self.encode_seen(behind, images, behind=known)
         return between[self.count_generated(ids[-1:], between) :]
 
@@ -296,7 +305,7 @@ class ChatTokenizer:
                 )
             whole = render(shown[: place + 1], prompt=False)
             if not whole.startswith(prompt):
-                self._beyond(prompt.removesuffix(opened_by(prompt)), whole, f"message {place}")
+                self._beyond(prompt, whole, f"message {place}")
                 closing = render(_STAND_IN, prompt=False)[len(self._before) :]
                 whole = prompt + as_generated(prompt, shown[place], place) + closing
             yield RenderedTurn(place, prompt, whole, following)
@@ -432,39 +441,38 @@ class ChatTokenizer:
     def check_template(self, *, multi_turn: bool = True) -> None:
         """Verify that template and tokenizer only append; raise ModelError that shows where not.
 
-        With `multi_turn`, conversations of several turns are rendered, with reasoning in one
-        reply (in each, if the prompt opens it), and compared with the pieces of an episode; sets
-        `keeps_reasoning`. Without, only the generation prompt must be appended.
+        With `multi_turn`, conversations of several turns are rendered and compared with the pieces
+        of an episode; sets `keeps_reasoning`. Without, only the generation prompt must be appended.
         """
         messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
         start, prompt = self.render(messages, prompt=False), self.render(messages, prompt=True)
-        self._must_extend(self._without_end(start), prompt, "the generation prompt")
+        self._beyond(self._without_end(start), prompt, "the generation prompt")
         if not multi_turn:
             return
         if not self._before:
-            raise _hides_reply()
-        opened, mark = opened_by(prompt), self.reasoning_mark
-        kept, later, joined = prompt, prompt, self._texts.encode(prompt)
+            raise hides_reply()
+        episode, later, joined = prompt, prompt, self._texts.encode(prompt)
         for number, reply in enumerate(_REPLIES, 1):
-            reasoned = reply  # on channels it is no part of the content, and always left out
-            if mark != CHANNELS and (opened or number == 2):
-                begun = "" if opened else f"{mark}\n"
-                reasoned = f"{begun}some reasoning\n{MARKS[mark]}\n\n{reply}"
             prompt = later
             observation: ChatMessage = {"role": "user", "content": f"observation {number}"}
-            messages += [{"role": "assistant", "content": opened + reasoned}, observation]
+            messages += [{"role": "assistant", "content": reply}, observation]
             later = self.render(messages, prompt=True)
-            said = self._lead(prompt, later, reasoned) + reasoned
+            turn = self._lead(prompt, later, reply) + reply
             appended = self._behind([observation])
             if not later.endswith(appended):
                 raise rewrites(f"observation {number}", appended, later[-len(appended) :])
-            said_ids = self.encode_behind(kept, said)
-            joined += [*said_ids, *self.next_turn(said_ids, [observation]).tolist()]
-            kept += said + appended
-            if without_reasoning(later) != without_reasoning(kept):
-                raise rewrites(f"turn {number}", kept, later)
-            self._must_join(joined, kept, f"turn {number}")
-        self.keeps_reasoning = later != kept or mark == CHANNELS
+            turn_ids = self.encode_behind(episode, turn)
+            joined += [*turn_ids, *self.next_turn(turn_ids, [observation]).tolist()]
+            episode += turn + appended
+            if without_reasoning(later) != without_reasoning(episode):
+                raise rewrites(f"turn {number}", episode, later)
+            self._must_join(joined, episode, f"turn {number}")
+        why, mark = "some reasoning", self.reasoning_mark
+        reasoned = f"{mark}\n{why}\n{MARKS[mark]}\n\n{_REPLIES[0]}"
+        messages[1] = {"role": "assistant", "content": reasoned}
+        if mark == CHANNELS:  # it is no part of the content
+            messages[1] = {"role": "assistant", "content": _REPLIES[0], "reasoning_content": why}
+        self.keeps_reasoning = why not in self.render(messages, prompt=True)
 
     def _without_end(self, rendered: str) -> str:
         """Return a rendering without the markers at its end, such as Phi 3's end of a conversation.
@@ -477,12 +485,9 @@ class ChatTokenizer:
         return rendered
 
     def _lead(self, prompt: str, later: str, reply: str) -> str:
-        """Return what a template writes between a prompt and a reply, and a policy generates.
-
-        White space (Llama 2), or a channel (gpt-oss): `[/INST] reply`.
-        """
-        lead, found, _ = (behind_history(prompt, later) or "").partition(reply)
-        return lead if found else ""
+        """Return what a template writes before a reply: white space (Llama 2), a channel."""
+        lead, shown, _ = (behind_history(prompt, later) or "").partition(reply)
+        return lead if shown else ""
 
     def _must_join(self, joined: Sequence[int], whole: str, what: str) -> None:
         """Raise ModelError if pieces have other tokens than the whole."""
@@ -516,12 +521,13 @@ class ChatTokenizer:
         roles: Sequence[str],
     ) -> None:
         """Verify that the text after an answer is the same with and without `tools`."""
+        shown_tools = self._shown(tools)
         with_reply = [*messages, {"role": "assistant", "content": _REPLY}]
+        whole = self.render(with_reply, prompt=False, tools=tools).replace(shown_tools, "")
         for role in roles:
             observation = {"role": role, "content": "an observation"}
-            whole = self.render(with_reply, prompt=False, tools=tools)
-            with_reply.append(observation)
-            later = self.render(with_reply, prompt=True, tools=tools)
+            later = self.render([*with_reply, observation], prompt=True, tools=tools)
+            later = later.replace(shown_tools, "")
             behind = self._beyond(_until_reply(whole), later, f"a message of the {role}")
             if observation["content"] not in behind:
                 raise ModelError(
@@ -530,11 +536,15 @@ class ChatTokenizer:
                 )
             if behind != (appended := self._behind([observation])):
                 raise rewrites(f"a message of the {role}", appended, behind)
-            with_reply.append({"role": "assistant", "content": _REPLY})
 
-    def _must_extend(self, shorter: str, longer: str, what: str) -> None:
-        if not longer.startswith(shorter):
-            raise rewrites(what, shorter, longer)
+    def _shown(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of tools, which Mistral's templates show before the last user.
+
+        They stay where they first were shown.
+        """
+        shown, bare = (self.render([_USER], prompt=True, tools=its) for its in (tools, ()))
+        at = num_shared(shown, bare)
+        return shown[at:].removesuffix(bare[at:])
 
     def _beyond(self, known: str, rendered: str, what: str) -> str:
         """Return what a rendering has after `known`, whose reasoning it may leave out."""
@@ -591,7 +601,7 @@ class ChatTokenizer:
         for message in _OTHERS:
             whole = self._rendered([*_STAND_IN, message], prompt=False) or ""
             marks += self._texts.find(behind_history(self._before, whole) or "")
-        return list(dict.fromkeys(name for name in marks if not opened_by(name)))
+        return list(dict.fromkeys(name for name in marks if name not in _REASONING_MARKS))
 
     def _rendered(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str | None:
         """Render messages; None if the template refuses them."""
@@ -775,13 +785,6 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
         reader = load_image_reader(model.path, trust_remote_code=trust)
     stops, kwargs = model_folder.load_stop_token_ids(model.path), model.template_kwargs
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
-
-
-def _hides_reply() -> ModelError:
-    return ModelError(
-        "the chat template does not show an assistant's reply as it is",
-        hint="use a template that takes contents that are texts, and shows them",
-    )
 
 
 def _until_reply(rendered: str) -> str:

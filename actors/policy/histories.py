@@ -19,7 +19,7 @@ _TAIL = 24
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 
 _REASONING = "|".join(
-    f"(?:{opens}(?:(?!{opens}).)*?)?{closes}"
+    f"(?:{opens}(?:(?!{opens}).)*?)?{closes}|{opens}"
     for opens, closes in ((re.escape(mark), re.escape(end)) for mark, end in MARKS.items())
 )
 _UNSEEN = re.compile(rf"{_REASONING}|\s+", re.DOTALL)
@@ -99,10 +99,12 @@ def find_reasoning_key(render: Callable[[list[dict[str, Any]]], str]) -> str:
 
     gpt-oss reads `thinking`. `render` raises ModelError if the template refuses messages.
     """
-    asked = {"role": "user", "content": "stand-in"}
+    question = {"role": "user", "content": "stand-in"}
     for key in _KEYS:
         try:
-            shown = render([asked, {"role": "assistant", "content": "reply", key: "stand-in why"}])
+            shown = render(
+                [question, {"role": "assistant", "content": "reply", key: "stand-in why"}]
+            )
         except ModelError:
             continue
         if "stand-in why" in shown:
@@ -138,4 +140,12 @@ def rewrites(what: str, expected: str, rendered: str) -> ModelError:
         hint="a policy must see the history that it was trained on: use a template that changes "
         "nothing but reasoning in earlier turns, set model.template_kwargs so that it does, or set "
         "rollout.max_turns to 1",
+    )
+
+
+def hides_reply() -> ModelError:
+    """Return the error for a template that does not show what an assistant said."""
+    return ModelError(
+        "the chat template does not show an assistant's reply as it is",
+        hint="use a template that takes contents that are texts, and shows them",
     )

@@ -68,8 +68,9 @@ class CallLog(EpisodeRecorder):
         self.episode, self.host, self._end = "", "", 0
         if before:
             last = before[-1]
-            self.episode, self.host = last.episode, last.host
-            self.drawing_seed, self._end = last.seed, last.end
+            self.episode, self.host, self._end = last.episode, last.host, last.end
+            # earlier holders that logged nothing left takeovers alone, which know no seed
+            self.drawing_seed = last.seed or self.drawing_seed
             self.num_continued = int(sum(segment.mask.sum() for segment in self.segments))
 
     def hold(self, episode: str, host: str, *, anew: bool) -> None:

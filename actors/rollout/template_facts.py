@@ -27,7 +27,7 @@ from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from ...schemas.wire.images import images_of
 from ..policy.chat import ChatMessage, ChatTokenizer
-from ..policy.histories import num_shared
+from ..policy.histories import behind_history, num_shared
 from ..policy.system_form import SystemForm
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -231,7 +231,9 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
         continues_users=renderer.continues(before, _SAID, [_MORE], ()),
         continues_tools=takes_tools
         and all(
-            renderer.continues(before, turn, new, _TOOLS) for new in (results, (*results, _MORE))
+            renderer.continues(before, turn, new, _TOOLS)
+            for new in (results, (*results, _MORE))
+            if new == results or takes(*before, turn, *new, tools=_TOOLS)  # Mistral's does not
         ),
         reads_calls=takes_tools and _reads_calls(chat, called),
     )
@@ -330,8 +332,8 @@ def _written(chat: ChatTokenizer, turn: ModelMessage) -> tuple[list[int], list[i
         whole = chat.render(conversation, prompt=False, tools=_TOOLS)
     except ModelError:
         return None
-    common = num_shared(prompt, whole)
-    before, turn_text = whole[:common], whole[common:]
+    turn_text = behind_history(prompt, whole) or whole[num_shared(prompt, whole) :]
+    before = whole.removesuffix(turn_text)
     return chat.encode_seen(before), chat.encode_seen(turn_text, behind=before)
 
 

@@ -29,7 +29,7 @@ from itertools import islice
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.node import MUST_MATCH, ActorStatus, NodeStatus, WantedActor, differences
 from ...schemas.user import NO_BOUNDS, Quota
-from ...schemas.wire.errors import PlacementError
+from ...schemas.wire.errors import PlacementError, counted
 from .jobs.states import ACTIVE, slots_of, unplaced
 
 # -- the order of the queue ------------------------------------------------------------------------
@@ -245,7 +245,8 @@ def place(
             pool.reserve(request, assigned, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
-        result.waits[request.job] = why or f"waits for {request.need} slots behind runs before it"
+        needs = f"waits for {counted(request.need, 'slot')}"
+        result.waits[request.job] = why or f"{needs} behind runs before it (`tinkermq ps`)"
     return result
 
 
@@ -274,14 +275,14 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
             raise _unlike(gang, nodes)
         raise _no_place_for(gang, nodes, need, total)
     text = (
-        f"the run needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
-        f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
-        f"{largest.total}"
+        f"the run needs {counted(need, 'slot')} ({widest.name} alone {widest.slots} on one node), "
+        f"the pool has {total} on {counted(len(nodes), 'node')}, the largest being "
+        f"{largest.name!r} with {largest.total}"
     )
-    counted = [actor.slots for actor in actors if actor.role in _COUNTED]
-    fitting = (total - need + sum(counted)) // max(counted, default=1)
+    sizes = [actor.slots for actor in actors if actor.role in _COUNTED]
+    fitting = (total - need + sum(sizes)) // max(sizes, default=1)
     hint = "add nodes"
-    if counted and fitting > 0:
+    if sizes and fitting > 0:
         hint = f"set generator.count to {fitting} or less, or {hint}"
     if widest.slots > largest.total:
         section = _SECTIONS.get(widest.role, widest.role)
@@ -329,9 +330,9 @@ def _no_place_for(
     slots, most = gang[0].slots, max(gang[0].spread)
     largest = max(node.total for node in nodes)
     return PlacementError(
-        f"the learner's {len(gang)} ranks of {slots} slots each lie on {most} node(s) at most, in "
-        f"equal parts, and the run needs {need} slots: the pool has {total} on {len(nodes)} "
-        f"node(s), the largest with {largest}",
+        f"the learner's {len(gang)} ranks of {counted(slots, 'slot')} each lie on "
+        f"{counted(most, 'node')} at most, in equal parts, and the run needs {need} slots: the "
+        f"pool has {total} on {counted(len(nodes), 'node')}, the largest with {largest}",
         hint="raise learner.machines, lower learner.ranks and learner.slots or generator.count, or "
         "add nodes (`tinkermq node --slots N`)",
     )
@@ -343,19 +344,20 @@ def _refusal(
     """Return why a request is skipped other than for lack of slots; empty: it is not."""
     if not nodes:
         return "waits for a node: none has joined the pool (`tinkermq node`)"
+    needs = f"waits for {counted(request.need, 'slot')}"
     if request.need > pool.total:
-        return f"waits for {request.need} slots: the pool has {pool.total} now"
+        return f"{needs}: the pool has {pool.total} now"
     quota = shares.quota(request.user)
     if request.whole and quota.max_slots is not None and request.need > shares.room(request.user):
-        return f"waits for {request.need} slots of its user's quota of {quota.max_slots}"
+        return f"{needs} of its user's quota of {quota.max_slots}"
     count = len(request.actors)
     if request.whole and quota.max_actors is not None and count > shares.actor_room(request.user):
-        return f"waits for {count} processes of its user's quota of {quota.max_actors}"
+        return f"waits for {counted(count, 'process')} of its user's quota of {quota.max_actors}"
     if pool.could_hold(request):
         return ""
     if _ranks_of(request.actors) and _Pool(_as_if_alike(nodes)).could_hold(request):
         return f"waits for nodes with the same packages for its ranks: {_differences(nodes)}"
-    return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
+    return f"{needs}: the pool's nodes cannot hold its parts together"
 
 
 class _Pool:

@@ -318,12 +318,10 @@ class Reconciler:
         if len(assigned) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
-        if placed.head:
-            placed.waits[placed.head] += self._view.holders(live[placed.head].user)
-        waits = [(key, why) for key, why in placed.waits.items() if is_queued(live[key])]
-        self._view.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
+        self._view.note_waits(placed)
         await asyncio.gather(*(self._give(key, mine) for key, mine in assigned.items()))
-        changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
+        waits = self._view.waits.items()
+        changed = [(key, why) for key, (_, why) in waits if key in live and live[key].reason != why]
         await asyncio.gather(*(self._explain(key, why) for key, why in changed))
 
     def _waiting(self) -> list[PlacementRequest]:

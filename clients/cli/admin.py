@@ -23,7 +23,7 @@ from ...schemas.user import (
     UserInfo,
     UserReply,
 )
-from ...schemas.wire.errors import AuthError, NotFoundError, StateError
+from ...schemas.wire.errors import AuthError, NotFoundError, StateError, counted
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import user_name
 from ..home import Home
@@ -173,7 +173,7 @@ def quota(
         max_bytes_s=bytes_s,
     )
     info = _request_reply(common, "quota", request, UserReply).user
-    bound = "no bound" if info.max_slots is None else f"{info.max_slots} slots"
+    bound = "no bound" if info.max_slots is None else counted(info.max_slots, "slot")
     others = ", ".join(
         f"{name.removeprefix('max_')} {_bound(getattr(info, name))}"
         for name in BOUNDS

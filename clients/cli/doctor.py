@@ -34,6 +34,7 @@ from ...schemas.wire.errors import (
     NotFoundError,
     SandboxError,
     TinkermqError,
+    counted,
 )
 from ..base import quiet_logs
 from ..home import Home, find_url
@@ -166,7 +167,7 @@ def _summary(machines: MachineList) -> str:
     of_budget = "" if budget is None else f" of {budget:g}"
     return (
         f"{machines.on}: {counts} ({machines.least} to {machines.most} machines of "
-        f"{machines.slots} slots), {machines.slot_hours:.2f}{of_budget} slot-hours today"
+        f"{counted(machines.slots, 'slot')}), {machines.slot_hours:.2f}{of_budget} slot-hours today"
     )
 
 

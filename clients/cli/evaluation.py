@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -292,9 +292,9 @@ def evaluate(
             "no run or model to evaluate was given", hint="name a run, RUN@STEP, or a model folder"
         )
     settings = chosen(*overrides)
-    on_submitted = None if common.json else _print_submitted
+    on_record = _printing(as_json=common.json)
     done = with_pool(
-        common.nats_url, lambda pool: run_evaluation(pool, target, settings, on_submitted)
+        common.nats_url, lambda pool: run_evaluation(pool, target, settings, on_record)
     )
     if common.json:
         job = {"job": done.record.job, "name": done.record.name} if done.record else {}
@@ -307,9 +307,19 @@ def evaluate(
     return 0
 
 
-def _print_submitted(job: JobRecord) -> None:
-    print_text(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
-    print_text(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
+def _printing(*, as_json: bool) -> Callable[[JobRecord], None]:
+    """Return what prints that a job was submitted, and each reason why it waits."""
+    reasons: dict[str, str] = {}
+
+    def show(job: JobRecord) -> None:
+        if job.job not in reasons and not as_json:
+            print_text(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
+            print_text(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
+        if job.state == "QUEUED" and job.reason != reasons.get(job.job, ""):
+            print_queued(job)
+        reasons[job.job] = job.reason
+
+    return show
 
 
 def _print_scores(done: Evaluated) -> None:
@@ -325,10 +335,8 @@ def _print_scores(done: Evaluated) -> None:
 def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
     """Evaluate two versions on the same tasks and print their difference."""
 
-    on_submitted = None if common.json else _print_submitted
-    a, b = with_pool(
-        common.nats_url, lambda pool: evaluate_both(pool, pair, settings, on_submitted)
-    )
+    on_record = _printing(as_json=common.json)
+    a, b = with_pool(common.nats_url, lambda pool: evaluate_both(pool, pair, settings, on_record))
     result = compare_versions(a.episodes, b.episodes)
     if common.json:
         sides = {

@@ -30,7 +30,6 @@ from .output import (
 from .session import COMMON, Common, with_pool
 
 _EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
-_WHY_CHARACTERS = 72
 _QUOTA_S = 2.0
 _ROLES: dict[str, Literal["generator", "environment", "server"]] = {
     "servers": "server",
@@ -104,10 +103,10 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
     if everyone:
         columns = ["user", *columns]
         cells = [[row["user"], *line] for row, line in zip(rows, cells, strict=True)]
-    if any(_describe_reason(row) for row in rows):
-        columns = [*columns, "why"]
-        cells = [[*line, _describe_reason(row)] for row, line in zip(rows, cells, strict=True)]
     print_table(columns, cells)
+    for row in rows:
+        if reason := _describe_reason(row):
+            print_plain(f"{row['run']}: {reason}")
 
 
 async def _describe_pool(pool: Pool) -> str:
@@ -237,13 +236,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _describe_reason(row: dict[str, Any]) -> str:
-    """Return one line: why a run does not run or makes no progress."""
-    if row["missing"]:
-        return str(row["missing"])
-    if row["trouble"]:
-        return str(row["trouble"])[:_WHY_CHARACTERS]
-    first = row["reason"].splitlines()[0] if row["reason"] else ""
-    return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
+    """Return why a run does not run or makes no progress; of a failed one, the first line."""
+    if row["missing"] or row["trouble"]:
+        return str(row["missing"] or row["trouble"])
+    reason = row["reason"] if row["state"] in _EXPLAINED else ""
+    first, *others = reason.split("\n")
+    if row["state"] != "FAILED" or not others:
+        return reason
+    return f"{first} (`tinkermq watch {row['run']}` shows all of it)"
 
 
 def _number(value: float | None, shape: str) -> str:

@@ -23,6 +23,7 @@ from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
 from ..validation import resolve_paths
 from .dry_run import check_first
+from .evaluation import print_queued
 from .output import print_json, print_note, print_table
 from .session import COMMON, Common, with_pool
 from .train import INTERRUPTED
@@ -234,7 +235,7 @@ async def _run_all(
     pool: Pool, configs: list[JobConfig], at_once: int, *, quiet: bool
 ) -> list[JobRecord]:
     """Submit the runs, at most `at_once` at a time, and wait until all have ended."""
-    waiting, announced = list(configs), set[str]()
+    waiting, announced, queued = list(configs), set[str](), set[str]()
     records: dict[str, JobRecord] = {}
     while True:
         for job in [record.job for record in records.values() if record.state not in FINAL_STATES]:
@@ -249,6 +250,9 @@ async def _run_all(
                 print_note(f"{record.name} {record.state}, {len(announced) + 1} of {len(configs)}")
             if record.state in FINAL_STATES:
                 announced.add(record.job)
+            elif record.state == "QUEUED" and record.reason and record.job not in queued:
+                queued.add(record.job)
+                print_queued(record)
         if not waiting and len(announced) == len(configs):
             return list(records.values())
         await asyncio.sleep(_POLL_S)

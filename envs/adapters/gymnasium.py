@@ -92,10 +92,6 @@ class GymnasiumGame(AbstractGame):
         """Return the text between `<action>` and `</action>`, or else the last line."""
         return tagged_or_last_line(raw, "action")
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
     def get_initial_user_message(self) -> str:
         """Return the instructions, and how to answer."""
         how = "Answer with one action between <action> and </action>."

@@ -104,14 +104,6 @@ class McpGame(AsyncToolGame):
         """Return the system prompt, with the servers' resources and prompts."""
         return join_texts(self._system_prompt, self._context)
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
-    def get_interaction_name(self) -> str:
-        """Return the name under which the game is registered."""
-        return "mcp"
-
     def get_state(self) -> dict[str, Any]:
         """Return the right answer, and the servers with a session."""
         names = [self._servers[number].name for number in self._sessions]

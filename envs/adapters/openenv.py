@@ -216,10 +216,6 @@ class OpenEnvGame(AsyncToolGame):
             "sessions at once": f"as many as max_concurrent_envs of {number} server(s) says",
         }
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
     def get_initial_user_message(self) -> str:
         """Return the instructions, or else the environment's description."""
         return self._instructions or self._environment.facts().description

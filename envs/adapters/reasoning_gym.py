@@ -81,10 +81,6 @@ class ReasoningGymGame(AbstractGame):
         """Return how to answer."""
         return self._system_prompt
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is complete."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the task and the gold answer."""
         return {"dataset": self._name, "answer": str(self._entry.get("answer"))}

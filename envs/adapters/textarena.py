@@ -97,14 +97,6 @@ class TextArenaGame(AbstractGame):
         }
         return StepResult(str(own.get("reason", "")), reward, done=True, info=info)
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the game explains itself."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the game and the policy's seat."""
         return {"env_id": self._id, "seat": self._seat}

@@ -129,14 +129,6 @@ class TrlGame(ToolGame):
         self._prompt = [*messages[:-1], {**last, "content": content}]
         return self._prompt
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt: it is in the data."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the task is in the data, or `reset` returns it."""
-        return ""
-
     def get_interaction_name(self) -> str:
         """Return the name of the environment's class."""
         names = [_class_of(self.factories[name]).__name__ for name in self._names()]

@@ -321,10 +321,6 @@ class VerifiersGame(AbstractGame):
         """Return the task's own system prompt."""
         return self._system
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the task's prompt is complete."""
-        return ""
-
     def get_interaction_name(self) -> str:
         """Return the taskset's id."""
         return self._taskset

@@ -32,14 +32,6 @@ class AdditionGame(AbstractGame):
         correct = self.parse_action(action) == self._truth
         return StepResult("", float(correct), done=True, info={"correct": correct})
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the gold answer."""
         return {"ground_truth": self._truth}

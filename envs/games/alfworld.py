@@ -238,14 +238,6 @@ class ALFWorldGame(AbstractGame):
         """Return how to act and to answer."""
         return SYSTEM_PROMPT
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the game states its task."""
-        return ""
-
-    def get_interaction_name(self) -> str:
-        """Return the game's name."""
-        return "alfworld"
-
     def get_state(self) -> dict[str, Any]:
         """Return the game, its task and the state of the episode."""
         return {

@@ -359,10 +359,6 @@ class AndroidWorldGame(AbstractGame):
         """Return the actions and how to answer."""
         return SYSTEM_PROMPT
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: goal and screen are in the state."""
-        return ""
-
     def get_interaction_name(self) -> str:
         """Return the game's name."""
         return "android_world"

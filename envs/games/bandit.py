@@ -50,14 +50,6 @@ class BanditGame(AbstractGame):
         """Return the arm that pays in this room."""
         return (3 * self._room + 2) % self._num_arms
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the state is complete."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the room and the arm that pays in it."""
         return {"room": self._room, "best_arm": self.best_arm()}

@@ -59,14 +59,6 @@ class CalculatorGame(AbstractGame):
         correct = text == self._truth
         return StepResult("", float(correct), done=True, info={"correct": correct})
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the gold answer, the tool's last result and the turn."""
         return {"ground_truth": self._truth, "tool_result": self._shown, "turn": self._turn}

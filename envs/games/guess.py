@@ -57,14 +57,6 @@ class GuessGame(AbstractGame):
         self._high = min(self._high, guess - 1)
         return "lower"
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the state is complete."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the number, the remaining range, and the turn."""
         return {

@@ -109,14 +109,6 @@ class HumanEvalGame(AbstractGame):
             result = self._judge(self._program(action), program, tests)
         return StepResult("", float(result["success"]), done=True, info=result)
 
-    def get_system_prompt(self) -> str:
-        """Return nothing: the question is complete."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the name of the function and a solution."""
         return {"function": self._function, "solution": self._solution}

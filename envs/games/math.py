@@ -51,10 +51,6 @@ class MathGame(AbstractGame):
         """Return the system prompt; a row's own one has priority."""
         return self._system_prompt
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the right answer."""
         return {"ground_truth": self._truth}

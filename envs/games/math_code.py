@@ -113,10 +113,6 @@ class MathCodeGame(AbstractGame):
         how = "Write programs in ```python blocks; " if self._format == "fenced" else ""
         return f"You solve math problems. {how}{self._about()} {grading.INSTRUCTION}"
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the right answer, and the number of programs that ran."""
         return {"ground_truth": self._truth, **self._counts()}

@@ -74,14 +74,6 @@ class ProductsGame(ToolGame):
         info = {"correct": correct, "asked_tool": bool(self._shown)}
         return StepResult("", float(correct), done=True, info=info)
 
-    def get_system_prompt(self) -> str:
-        """Return no system prompt."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the right answer and the tool's last result."""
         return {"ground_truth": self._truth, "tool_result": self._shown}

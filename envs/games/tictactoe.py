@@ -104,10 +104,6 @@ class TicTacToeGame(AbstractGame):
         """Return the rules, for the role whose turn it is."""
         return f"tic-tac-toe, you are {self.role}"
 
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the board is complete."""
-        return ""
-
     def get_state(self) -> dict[str, Any]:
         """Return the board and whose turn it is."""
         return {"board": self._shown(), "turn": self.role, "opponent": self._opponent}

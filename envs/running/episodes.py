@@ -223,24 +223,35 @@ class Episodes:
 
     def probe(self) -> GameFacts:
         """Make one instance as a trial; return the facts that all episodes share."""
-        game = self._make()
+        with self.trial() as game:
+            if draws := global_draws(self._class):
+                _log.warning(
+                    "game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT
+                )
+            with self._blaming("get_interaction_name"):
+                name = check_text(game, "get_interaction_name", game.get_interaction_name())
+            with self._blaming("get_tools"):
+                tools = check_tools(game)
+                if isinstance(game, ToolGame):
+                    tools = checked_tools(tools, type(game).__name__)
+                roles = check_roles(game)
+                ends = not roles and type(game).finish_early is not AbstractGame.finish_early
+                environments = game.tools_by_environment() if isinstance(game, ToolGame) else {}
+                return GameFacts(name, tools, roles, ends, environments)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[AbstractGame]:
+        """Make a game that plays no episode, for a block; raises GameError."""
         if inspect.iscoroutinefunction(self._class.close):
             raise GameError(
                 f"close of {self._name} is async, and nothing awaits it",
                 hint="write `def close(self)`, also in an async game",
             )
-        if draws := global_draws(self._class):
-            _log.warning("game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT)
-        with self._blaming("get_interaction_name"):
-            name = check_text(game, "get_interaction_name", game.get_interaction_name())
-        with self._blaming("get_tools"):
-            tools = check_tools(game)
-            if isinstance(game, ToolGame):
-                tools = checked_tools(tools, type(game).__name__)
-            roles = check_roles(game)
-            ends = not roles and type(game).finish_early is not AbstractGame.finish_early
-            environments = game.tools_by_environment() if isinstance(game, ToolGame) else {}
-            return GameFacts(name, tools, roles, ends, environments)
+        held = _Held(self._make())
+        try:
+            yield held.game
+        finally:
+            held.drop()
 
     def reset(self, opening: Opening) -> list[ChatMessage]:
         """Make a game, reset it, and return the chat messages of its first prompt."""

@@ -61,8 +61,8 @@ class LocalGame:
         """Return a tool game's description of its environment, by topic. Raises GameError."""
 
         def describe() -> dict[str, str]:
-            game = self.game_class(**self.config.kwargs)
-            with blaming(lambda error: game_failure(type(game).__name__, "describe", error)):
+            blame = blaming(lambda error: game_failure(self.game_class.__name__, "describe", error))
+            with Episodes(self.game_class, self.config.kwargs).trial() as game, blame:
                 return game.describe() if isinstance(game, ToolGame) else {}
 
         return self._limited("reset", describe)

@@ -110,7 +110,7 @@ def _read_include_usage(fields: Fields) -> tuple[bool, list[str]]:
 def _read_messages(fields: Fields) -> tuple[ModelMessage, ...]:
     messages = fields.items("messages")
     if not messages:
-        raise RequestError("messages must be a list of at least one message", param="messages")
+        raise fields.missing("messages", "messages must be a list of at least one message")
     try:
         return conversation(messages)
     except UnreadableMessageError as error:
@@ -162,6 +162,8 @@ def _call(call: Mapping[str, Any]) -> CanonicalCall:
 def _read_prompts(fields: Fields) -> tuple[str | list[int], ...]:
     """Return one or several prompts: texts or lists of token ids."""
     value = fields.any("prompt")
+    if value is None:
+        raise fields.missing("prompt", "the parameter 'prompt' is missing")
     prompts = cast("list[Any]", value) if isinstance(value, list) else [value]
     if prompts and all(map(_is_token, prompts)):
         return (cast("list[int]", prompts),)

@@ -57,7 +57,7 @@ def read_messages(body: Any) -> ModelRequest:
     for message in fields.objects("messages"):
         messages += _messages(message)
     if not fields.items("messages"):
-        raise RequestError("messages must be a list of at least one message", param="messages")
+        raise fields.missing("messages", "messages must be a list of at least one message")
     chosen = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice")
     single = chosen.name("disable_parallel_tool_use")
     return read_shared(

@@ -10,6 +10,7 @@ Messages' `output_config.format`, `tool_choice`). It checks schemas at once, so 
 the place.
 """
 
+import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from ..output_format import (
     check_schema,
 )
 from ..wire.codec import read_json
-from ..wire.errors import DataError, MessageError, TinkermqError
+from ..wire.errors import DataError, MessageError, TinkermqError, did_you_mean
 from ..wire.images import encoded_image
 from ..wire.message import requirement
 from .canonical import CanonicalCall, ModelMessage, joined
@@ -49,6 +50,9 @@ _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 
 
 T = TypeVar("T")
+_SHOWN = 100
+_ALIKE = 0.75
+"""Similarity of a misspelt field: of other APIs' fields, which are not meant, few are so near."""
 
 
 class RequestError(TinkermqError):
@@ -117,6 +121,8 @@ class ModelRequest:
     """Fields that were sent and have no effect, though their value asks for one."""
     ignored: tuple[str, ...] = ()
     """Such fields within tools: servers take them too, since clients send them unasked."""
+    known: tuple[str, ...] = ()
+    """The names of the fields that were read."""
 
 
 def json_of(raw: bytes) -> Any:
@@ -125,6 +131,19 @@ def json_of(raw: bytes) -> Any:
         return read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body cannot be read: {error.message}") from error
+
+
+def refused_field(
+    name: str, known: Iterable[str], *, message: str = "", hint: str = ""
+) -> RequestError:
+    """Return the error of a field that is not supported.
+
+    Without a `hint` it names the field of `known` that is meant, or says to leave it out.
+    """
+    name = name[:_SHOWN]
+    message = message or f"the parameter {name!r} is not supported here"
+    hint = hint or did_you_mean(name.lower(), known, otherwise="leave it out", similarity=_ALIKE)
+    return RequestError(message, param=name, hint=hint)
 
 
 class Fields:
@@ -216,6 +235,22 @@ class Fields:
             if key not in self._read and not asks_nothing(self.name(key), value)
         )
         return (*own, *(name for inner in self._inner.values() for name in inner.unread()))
+
+    def known(self) -> tuple[str, ...]:
+        """Return the names of the fields that were read."""
+        inner = (name for inner in self._inner.values() for name in inner.known())
+        return (*map(self.name, self._read), *inner)
+
+    def refuse_unread(self) -> None:
+        """Raise RequestError for a field that was not read and whose value is not a default."""
+        for name in self.unread():
+            raise refused_field(name, self.known())
+
+    def missing(self, key: str, message: str) -> RequestError:
+        """Return the error of a required field, with a misspelt one that was sent instead."""
+        near = difflib.get_close_matches(key, self._value.keys() - {key}, n=1, cutoff=_ALIKE)
+        hint = f"{self.name(near[0])!r} was sent: did you mean {key}?" if near else ""
+        return RequestError(message, param=self.name(key), hint=hint)
 
     def _wrong(self, key: str, allowed: str) -> RequestError:
         name = self.name(key)
@@ -399,7 +434,7 @@ def read_shared(
     unread = (*tools.left_out, *without_effect, *fields.unread(), *choice.without_effect)
     if differing:
         unread += (names.max_tokens[-1],)
-    return ModelRequest(**{**shared, **own}, without_effect=unread)
+    return ModelRequest(**{**shared, **own}, without_effect=unread, known=fields.known())
 
 
 def _first(values: Iterable[T | None]) -> T | None:
@@ -551,7 +586,7 @@ def _known(called: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
             raise RequestError(
                 f"tool_choice names {name!r:.80}, which is not among the tools",
                 param="tool_choice",
-                hint="name one of `tools`",
+                hint=did_you_mean(name, names, otherwise="name one of `tools`"),
             )
     return tuple(dict.fromkeys(called))
 

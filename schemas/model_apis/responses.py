@@ -75,7 +75,7 @@ def read_response(body: Any) -> ModelRequest:
         for item in fields.objects("input"):
             _add(messages, item, left_out)
     if not messages:
-        raise RequestError("input is empty", param="input")
+        raise fields.missing("input", "input is empty")
     fields.inner("stream_options")
     return read_shared(
         fields,

@@ -154,6 +154,12 @@ STALE_IN_VLLM = ("ernie4_5_moe", "lfm2_moe")
 """Families of which vLLM 0.32 has not been seen to compute new versions as the learner does."""
 
 
+BY_DRAFT = "draft_model"
+"""vLLM's method for a draft that is a whole model."""
+_PARTS = ("eagle", "mtp", "medusa", "mlp_speculator")
+"""In the names of drafts that are parts of a model: vLLM's method for each."""
+
+
 def refuse_draft(
     draft: str, config: Mapping[str, Any], path: str, policy: Mapping[str, Any] | None
 ) -> None:
@@ -162,6 +168,8 @@ def refuse_draft(
     `config` is its config.json, `policy` that of the policy in `path`, if known.
     """
     refuse_without_decoder(draft, config)
+    names = f"{config.get('model_type')} {config.get('architectures')}".lower()
+    refuse_part(draft, next((part for part in _PARTS if part in names), ""))
     if policy is None:
         return
     sizes = [text_config(each).get("vocab_size") for each in (config, policy)]
@@ -176,6 +184,17 @@ def refuse_draft(
             f"generator.speculation.draft={draft} cannot propose tokens for {path}: vLLM's draft "
             "models neither see images nor know their positions",
             hint="remove it: then tokens are looked up in the request's own text",
+        )
+
+
+def refuse_part(draft: str, method: str) -> None:
+    """Raise ModelError for a draft that vLLM runs by a `method` with weights of the policy."""
+    if method not in ("", BY_DRAFT):
+        raise ModelError(
+            f"generator.speculation.draft={draft} is a part of a model: vLLM runs it as {method}, "
+            "with weights of the policy that new versions would not reach",
+            hint="name a language model with the policy's tokenizer, or remove it: then tokens are "
+            "looked up in the request's own text",
         )
 
 

@@ -303,10 +303,20 @@ def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
     return by_code.get(code, InternalError)(message, hint=hint)
 
 
-def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return `did you mean X?` for the closest name, or `otherwise`, or the list of `known`."""
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 slot`, `2 slots`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def did_you_mean(
+    typed: str, known: Iterable[str], *, otherwise: str = "", similarity: float = 0.6
+) -> str:
+    """Return `did you mean X?` for the closest name, or `otherwise`, or the list of `known`.
+
+    `similarity`: from 0 to 1, the least of a name that is suggested.
+    """
     names = sorted(set(known))
-    near = difflib.get_close_matches(typed, names, n=1)
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=similarity)
     if near:
         return f"did you mean {near[0]}?"
     if otherwise:

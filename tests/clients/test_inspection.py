@@ -434,6 +434,14 @@ def test_a_run_that_gets_on_has_nothing_to_say() -> None:
     assert _describe_reason(_row()) == ""
 
 
+def test_the_whole_reason_of_a_wait_is_shown_and_where_that_of_a_failure_is() -> None:
+    long = "is next: " + "slots are kept for it " * 9 + "(`tinkermq stop other` frees them)"
+    assert _describe_reason(_row(state="QUEUED", reason=long)) == long
+    assert _describe_reason(_row(state="FAILED", reason=long)) == long
+    told = _describe_reason(_row(run="mine", state="FAILED", reason="learner failed\n  set lr"))
+    assert told == "learner failed (`tinkermq watch mine` shows all of it)"
+
+
 def test_an_actor_that_fails_again_and_again_is_told_until_it_has_done_some_work() -> None:
     record = JobRecord(
         job="j",

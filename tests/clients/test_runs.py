@@ -372,7 +372,7 @@ def test_a_change_of_state_is_one_line(
     progress: RunProgress, capsys: pytest.CaptureFixture[str]
 ) -> None:
     display = LineDisplay(progress)
-    queued = progress.record.model_copy(update={"state": "QUEUED", "reason": "waits for a node"})
+    queued = progress.record.model_copy(update={"state": "QUEUED", "reason": "waits to be placed"})
     full = queued.model_copy(update={"reason": "is next; other holds 2"})
     running = queued.model_copy(update={"state": "RUNNING", "reason": "all actors run"})
     told: list[Event | JobRecord] = []
@@ -382,7 +382,7 @@ def test_a_change_of_state_is_one_line(
         told += [record, event] if record is queued else [event, record, record]
     for update in told:
         display.show(update)
-    states = ("QUEUED waits for a node", "QUEUED is next; other holds 2", "RUNNING all actors run")
+    states = ("QUEUED waits to be placed", "QUEUED is next; other holds 2", "RUNNING all actors run")
     shown = "".join(f"{queued.name} {state}\n" for state in states)
     assert capsys.readouterr().out == shown
 

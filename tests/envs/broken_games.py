@@ -146,6 +146,11 @@ class Abstract(AbstractGame):
         return ""
 
 
+class Misspelt(Abstract):
+    def get_sytem_prompt(self) -> str:
+        return "Guess."
+
+
 class TellingGame(AbstractGame):
     """A dataset game that returns the gold answer where a model must not read it."""
 

@@ -1,9 +1,14 @@
 """A game is closed once, as the last of its methods, however its episode ends."""
 
+from contextlib import closing
+
 import pytest
 from broken_games import CountingGame
 from structlog.testing import capture_logs
+from tinkermq.envs.data import HostData
 from tinkermq.envs.running.episodes import Episodes, Opening
+from tinkermq.envs.running.local import LocalGame
+from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
 
 CALLS: list[str] = []
@@ -30,6 +35,11 @@ class ClosingGame(CountingGame):
     def close(self) -> None:
         CALLS.append("close")
         raise OSError("it was lost")
+
+
+class Toolless(ClosingGame):
+    def get_tools(self):
+        raise OSError("no tools")
 
 
 class ClosesLater(CountingGame):
@@ -70,6 +80,17 @@ def test_a_game_whose_reset_fails_is_closed():
     with pytest.raises(GameError, match="no licence"):
         EPISODES.reset(Opening("e", 0, kwargs={"fails": True}))
     assert CALLS == ["reset", "close"]
+
+
+def test_a_game_that_is_made_to_learn_of_it_is_closed_also_if_it_cannot_tell():
+    CALLS.clear()
+    with pytest.raises(GameError, match="no tools"):
+        Episodes(Toolless, {}).probe()
+    config = EnvConfig(game="test_closing:ClosingGame")
+    with closing(LocalGame(config, ClosingGame, HostData(config, 0))) as game:
+        game.probe()
+        game.describe()
+    assert CALLS == ["close"] * 3
 
 
 def test_an_async_close_is_refused_before_the_first_episode():

@@ -96,7 +96,7 @@ def test_an_abstract_game_cannot_be_made():
     class Half(AbstractGame):
         pass
 
-    with pytest.raises(TypeError, match="get_system_prompt"):
+    with pytest.raises(TypeError, match="reset"):
         Half()  # pyright: ignore[reportAbstractUsage]
 
 
@@ -358,6 +358,7 @@ def failures(**config):
     ("game", "question", "detail"),
     [
         ("broken_games:Nowhere", "the game imports", "has no game 'Nowhere'"),
+        ("broken_games:Misspelt", "the game imports", "get_sytem_prompt, which nothing calls"),
         ("broken_games:RaisesInInit", "the game can be made", "the emulator is not installed"),
         ("broken_games:Abstract", "the game can be made", "abstract method"),
         ("broken_games:RaisesInReset", "types are right", "raised in reset: KeyError"),

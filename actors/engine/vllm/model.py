@@ -44,6 +44,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from ....schemas.config.job import GeneratorConfig, SpeculationConfig
 from ....schemas.config.sections import resolve_dtype
 from ....schemas.plan.memory import VLLM_SHARE
+from ....schemas.plan.model_refusals import BY_DRAFT, refuse_part
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
@@ -82,7 +83,6 @@ _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
 """Memory for images that vLLM's processes have received and that may be requested again."""
-_BY_DRAFT = "draft_model"
 _SHORTEST_MATCH = 2
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks supported by vLLM; an adapter uses the next larger one."""
@@ -163,7 +163,7 @@ def speculation_arguments(config: SpeculationConfig) -> dict[str, Any] | None:
         return None
     arguments: dict[str, Any] = {"num_speculative_tokens": config.num_tokens}
     if config.draft is not None:
-        return arguments | {"method": _BY_DRAFT, "model": config.draft}
+        return arguments | {"method": BY_DRAFT, "model": config.draft}
     return arguments | {
         "method": "ngram",
         "prompt_lookup_max": config.longest_match,
@@ -266,7 +266,7 @@ class VllmModel:
         self.meter = recorder.meter
         self._llm = llm
         self._sees = bool(llm.model_config.is_multimodal_model)
-        drafts = getattr(llm.vllm_config.speculative_config, "method", "") == _BY_DRAFT
+        drafts = getattr(llm.vllm_config.speculative_config, "method", "") == BY_DRAFT
         self._has_other_weights = llm.vllm_config.lora_config is not None or drafts
         """Whether it holds weights that no version replaces: adapters, or a draft model."""
         cache = llm.vllm_config.cache_config
@@ -353,16 +353,13 @@ class VllmModel:
 
     def _check_draft(self, draft: str | None) -> None:
         """Raise ModelError for a draft that vLLM completes with weights of the policy."""
-        method = getattr(self._llm.vllm_config.speculative_config, "method", "")
-        if draft is None or method == _BY_DRAFT:
+        if draft is None:
             return
-        self._llm.shutdown(_SHUTDOWN_S)
-        raise ModelError(
-            f"generator.speculation.draft={draft} is a part of a model: vLLM runs it as {method}, "
-            "with weights of the policy that new versions would not reach",
-            hint="name a language model with the policy's tokenizer, or remove it: then tokens are "
-            "looked up in the request's own text",
-        )
+        try:
+            refuse_part(draft, getattr(self._llm.vllm_config.speculative_config, "method", ""))
+        except ModelError:
+            self._llm.shutdown(_SHUTDOWN_S)
+            raise
 
     @property
     def failure(self) -> EngineError | None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -39,7 +40,7 @@ from ....schemas.wire.errors import (
 )
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
-from ..placement import UserShares
+from ..placement import Placed, UserShares, is_queued
 from .states import (
     ACTIVE,
     check_bucket,
@@ -599,18 +600,25 @@ class JobsView:
                 shares.add(record.user, slots_of(record.actors), len(record.actors))
         return shares
 
-    def holders(self, user: str) -> str:
-        """Return, for a job that waits, who holds slots: its user's runs by name; empty: nobody."""
-        held = {key: sum(held_slots(record).values()) for key, record in self.live.items()}
-        own = {self.live[key].name: n for key, n in held.items() if self.live[key].user == user}
-        named = [(name, count) for name, count in own.items() if count]
-        parts = [f"{name} holds {count}" for name, count in named[:_MOST_HOLDERS]]
-        if rest := sum(count for _, count in named[_MOST_HOLDERS:]):
-            parts.append(f"other runs hold {rest}")
-        if others := sum(held.values()) - sum(own.values()):
-            parts.append(f"other users hold {others}")
-        freed = f" (`tinkermq stop {named[0][0]}` frees them)" if named else ""
-        return f"; {', '.join(parts)}{freed}" if parts else ""
+    def note_waits(self, placed: Placed) -> None:
+        """Store the order of the queue, and why each run waits.
+
+        The next run, and the first one of each user, are told who holds slots.
+        """
+        held: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for record in self.live.values():
+            if count := sum(held_slots(record).values()):
+                held[record.user][record.name] = count
+        total = sum(sum(mine.values()) for mine in held.values())
+        self.waits, users = {}, set[str]()
+        for key, why in placed.waits.items():
+            user = self.live[key].user
+            if not is_queued(self.live[key]):
+                continue
+            if key == placed.head or user not in users:
+                why += _holders(held.get(user, {}), total)
+            users.add(user)
+            self.waits[key] = (len(self.waits) + 1, why)
 
     def with_queue_place(self, record: JobRecord) -> JobRecord:
         """Return a record with its queue position, if it is queued."""
@@ -621,6 +629,18 @@ class JobsView:
             return record
         reason = f"{why} ({place} of {len(self.waits)} in the queue)"
         return record.model_copy(update={"reason": reason, "place": place})
+
+
+def _holders(own: Mapping[str, int], total: int) -> str:
+    """Return which of a user's runs hold slots, and how many others hold; empty: nobody."""
+    named = list(own.items())
+    parts = [f"{name} holds {count}" for name, count in named[:_MOST_HOLDERS]]
+    if rest := sum(count for _, count in named[_MOST_HOLDERS:]):
+        parts.append(f"other runs hold {rest}")
+    if others := total - sum(own.values()):
+        parts.append(f"other users hold {others}")
+    freed = f" (`tinkermq stop {named[0][0]}` frees them)" if named else ""
+    return f"; {', '.join(parts)}{freed}" if parts else ""
 
 
 def _place(record: JobRecord | ArchivedJob) -> str:

@@ -84,7 +84,8 @@ class JobChecks:
     def _check_slots(self, record: JobRecord, nodes: Sequence[NodeStatus]) -> str:
         self.refuse_placing(record.user, record.actors)
         available = sum(node.slots for node in nodes)
-        return f"{states.slots_of(record.actors)} of {available} on {len(nodes)} node(s)"
+        on = errors.counted(len(nodes), "node")
+        return f"{states.slots_of(record.actors)} of {available} on {on}"
 
     def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
         """Raise PlacementError or QuotaError for actors that this pool cannot place."""
@@ -159,7 +160,7 @@ class JobChecks:
             files=list(dict.fromkeys(files)), game=game, functions=functions, user=record.user
         )
         subjects = {
-            "data": f"{len(files)} file(s)" if files else "",
+            "data": errors.counted(len(files), "file") if files else "",
             "game": game,
             "functions": ", ".join(functions),
         }

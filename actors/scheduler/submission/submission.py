@@ -259,7 +259,7 @@ class Submission:
         fields = {
             "config": copies.config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
-            "reason": "waits for a node",
+            "reason": "waits to be placed",
             "fork_dir": copies.fork_dir,
             "adapters": copies.adapters,
         }

@@ -46,7 +46,7 @@ def post_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, An
     call = _call(opened, fields.any("call"))
     branch = _call(opened, fields.any("branch"), "branch")
     _take_info(opened.episode, fields.any("info"))
-    _nothing_else(fields)
+    fields.refuse_unread()
     if mode not in ("set", "add"):
         raise RequestError(f"mode is {mode!r:.40}", param="mode", hint="use set or add")
     if branch is not None and call is not None:
@@ -73,7 +73,7 @@ def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
     if not isinstance(posted.get("message", ""), str):
         raise RequestError("message must be a text", param="message")
     info = fields.any("info")
-    _nothing_else(fields)
+    fields.refuse_unread()
     if not episode.status:
         _take_info(episode, info)
         _take_info(episode, posted)
@@ -97,7 +97,7 @@ def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]
     role, train = fields.text("role"), fields.any("train")
     if not isinstance(train, bool | None):
         raise RequestError("train must be true or false", param="train")
-    _nothing_else(fields)
+    fields.refuse_unread()
     if role:
         episode.notes[call] = role[:_ROLE_CHARS]
     if train is not None:
@@ -195,11 +195,6 @@ def _take_info(episode: ProgramEpisode, info: Any) -> None:
     if len(dumped(together)) > _MOST_INFO_BYTES:
         raise EpisodeLimit(f"info is over {_MOST_INFO_BYTES:,} bytes for one episode")
     episode.info = together
-
-
-def _nothing_else(fields: Fields) -> None:
-    for name in fields.unread():
-        raise RequestError(f"unknown field {name!r:.60}", param=name)
 
 
 # -- the application -------------------------------------------------------------------------------

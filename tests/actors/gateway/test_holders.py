@@ -18,16 +18,16 @@ LOADS = {"one": 3.0, "two": 1.0}
 SYSTEM = {"role": "system", "content": "You are brief."}
 
 
-def chat(*texts: str, adapter: str = "", **more: Any) -> Beginnings:
+def chat(*texts: str, adapter: str = "", user: str = "ann", **more: Any) -> Beginnings:
     roles = ("user", "assistant")
     turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
     request = CHAT.read({"model": "m", "messages": [SYSTEM, *turns], **more})
     query = served_request(request, "r").model_copy(update={"adapter": adapter})
-    return beginnings_of("job", query)
+    return beginnings_of(user, "job", query)
 
 
 def text(prompt: str | list[int]) -> Beginnings:
-    return beginnings_of("job", CompletionRequest(request="r", prompts=[prompt]))
+    return beginnings_of("ann", "job", CompletionRequest(request="r", prompts=[prompt]))
 
 
 LONG = "word " * 1000
@@ -59,11 +59,27 @@ def test_the_server_that_holds_the_longest_beginning_is_asked_first(
 
 def test_requests_of_this_gateway_count_and_the_oldest_beginnings_are_forgotten() -> None:
     holders = PrefixHolders(most=2)
-    with holders.asking("two"), holders.asking("two"), holders.asking("two"):
+    with holders.asking("job", "two"), holders.asking("job", "two"), holders.asking("job", "two"):
         assert holders.order(chat("a"), LOADS) == ["one", "two"]
+        others = chat("a")._replace(job="other")  # its servers have the same names
+        assert holders.order(others, LOADS) == ["two", "one"]
     for words in ("a", "b", "a", "c"):
         holders.note(chat(words), "one")
     assert [holders.order(chat(words), LOADS)[0] for words in "abc"] == ["one", "two", "one"]
+
+
+def test_a_user_of_many_conversations_pushes_out_none_of_the_others() -> None:
+    holders = PrefixHolders(most=6)
+    for words in ("a", "b"):
+        holders.note(chat(words), "one")
+    for words in "abcdefghi":
+        holders.note(chat(words, user="bob"), "one")
+    assert [holders.order(chat(words), LOADS)[0] for words in "ab"] == ["one", "one"]
+    of_bob = [holders.order(chat(words, user="bob"), LOADS)[0] for words in "efghi"]
+    assert of_bob == ["two", "one", "one", "one", "one"]  # the newest fill what is left
+    for number in range(9):
+        holders.note(chat("a", user=f"user{number}"), "one")
+    assert holders.order(chat("a", user="user8"), LOADS)[0] == "one"
 
 
 async def test_a_conversation_stays_until_its_server_would_let_it_wait_or_ends(

@@ -25,8 +25,11 @@ from tinkermq.actors.rollout.completions import Answers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
 from tinkermq.schemas.infer import ChatRequest, CompletionRequest, InferPart
-from tinkermq.schemas.model_apis.chat import CHAT
+from tinkermq.schemas.model_apis.answers import ModelApi
+from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
+from tinkermq.schemas.model_apis.messages import MESSAGES
 from tinkermq.schemas.model_apis.request import RequestError
+from tinkermq.schemas.model_apis.responses import RESPONSES
 from tinkermq.schemas.wire.subjects import JobScope
 from transformers import AutoModelForCausalLM
 
@@ -49,6 +52,34 @@ def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
         RequestError, match=r"the body (cannot be read: it is not valid JSON|must be an object)"
     ):
         read_query(raw, CHAT)
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "hint"),
+    [
+        (CHAT, {**HI, "temprature": 0.5}, "did you mean temperature?"),
+        (CHAT, {**HI, "modle": "m"}, "did you mean model?"),
+        (CHAT, {**HI, "topP": 0.5}, "did you mean top_p?"),
+        (CHAT, {**HI, "system": "You are brief."}, "leave it out"),  # not `stream`
+        (CHAT, {**HI, "stream_options": {"inclde_usage": True}}, "stream_options.include_usage?"),
+        (CHAT, {"mesages": HI["messages"]}, "'mesages' was sent: did you mean messages?"),
+        (COMPLETIONS, {"prompt": "hi", "max_token": 3}, "did you mean max_tokens?"),
+        (COMPLETIONS, {"promt": "hi"}, "'promt' was sent: did you mean prompt?"),
+        (MESSAGES, {**HI, "stop_sequence": ["a"]}, "did you mean stop_sequences?"),
+        (MESSAGES, {"message": HI["messages"]}, "'message' was sent: did you mean messages?"),
+        (RESPONSES, {"input": "hi", "reasoning": {"efort": "low"}}, "mean reasoning.effort?"),
+        (RESPONSES, {"imput": "hi"}, "'imput' was sent: did you mean input?"),
+    ],
+)
+def test_a_misspelt_field_is_refused_with_the_one_that_is_meant(
+    api: ModelApi, body: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_query(json.dumps(body).encode(), api)
+    assert refused.value.hint.endswith(hint)
 
 
 # -- Structured output of a real tiny model, asked with the official clients -----------------------

@@ -30,6 +30,7 @@ from tinkermq.broker.feed import follow
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.envs.sandbox.shown import code_folders
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import (
     LookQuestion,
@@ -400,6 +401,29 @@ def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [found] = check_files_now(LookQuestion(game=target)).results
     assert found.ok
     assert found.detail.startswith(f"{target}: ")
+
+
+def test_code_that_its_sandbox_would_not_show_is_refused_before_a_run_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package beside the node, one on a user's path, and one that a link brings in."""
+    shown, hidden = tmp_path / "shown", tmp_path / "hidden"
+    for folder in (shown, hidden):
+        folder.mkdir()
+        monkeypatch.syspath_prepend(folder)
+    (hidden / "alone_game.py").touch()
+    (hidden / "linked_game").mkdir()
+    (shown / "linked_game").symlink_to(hidden / "linked_game")
+    (shown / "seen_game").mkdir()
+    for name in ("alone_game", "linked_game"):
+        for question in (LookQuestion(game=f"{name}:G"), LookQuestion(functions=[f"{name}:f"])):
+            [result] = check_files_now(question, [shown]).results
+            assert (result.ok, result.code) == (False, "game")
+            assert f"{hidden / name}" in result.detail
+            assert "TINKERMQ_GAME_FOLDERS" in result.hint
+            assert check_files_now(question).results[0].ok  # a pool without users
+    assert check_files_now(LookQuestion(game="seen_game:G"), [shown]).results[0].ok
+    assert check_files_now(LookQuestion(game="bandit"), code_folders()).results[0].ok
 
 
 # -- Whether a node can have a model: folders, names of the hub, a hub that does not answer --------

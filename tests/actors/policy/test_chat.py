@@ -216,10 +216,11 @@ QWEN2_TOOLS = (
 # The shape of Mistral's: tools stand before the last message of the user.
 TOOLS_LAST = (
     "{%- for m in messages -%}"
-    "{%- if loop.last and m.role == 'user' and tools -%}{{ '[TOOLS]' + (tools | tojson) }}"
-    "{%- endif -%}"
-    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+    "{%- set users = messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list -%}"
+    "{%- if m.role == 'user' and tools and users | length == 1 -%}"
+    "{{ '[TOOLS]' + (tools | tojson) }}{%- endif -%}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 TOOLS = [{"type": "function", "function": {"name": "code_interpreter", "parameters": {}}}]
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -242,13 +243,23 @@ def test_tools_stand_in_the_first_prompt_and_their_answers_are_appended() -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [(CHATML, "omits tools"), (TOOLS_LAST, "rewrites the history")],
-)
-def test_a_template_that_leaves_tools_out_or_moves_them_is_refused(template, words) -> None:
-    with pytest.raises(ModelError, match=words):
-        chat_of(template).first_prompt(ASKED, TOOLS)
+def test_a_template_that_leaves_tools_out_is_refused() -> None:
+    with pytest.raises(ModelError, match="omits tools"):
+        chat_of(CHATML).first_prompt(ASKED, TOOLS)
+
+
+def test_tools_that_a_template_moves_stay_in_the_first_prompt() -> None:
+    chat = chat_of(TOOLS_LAST)
+    ids = chat.first_prompt(ASKED, TOOLS).tolist()
+    said = ids_of(chat, "4<|im_end|>")
+    for _ in range(2):
+        ids += [*said, *chat.next_turn(said, ASKED).tolist()]
+    shown = text_of(chat, np.array(ids))
+    assert shown.index("code_interpreter") < shown.index("2+2?")
+    assert shown.count("code_interpreter") == 1
+    answer = {"role": "assistant", "content": "4"}
+    spoken = chat.conversation([*[*ASKED, answer] * 2, *ASKED, answer], TOOLS)
+    assert spoken.token_ids.tolist() == [*ids, *said]
 
 
 # -- Pieces of a conversation join to the tokens of the whole, turns end as templates write it -----

@@ -127,7 +127,7 @@ def test_jobs_behind_one_that_waits_fill_what_it_cannot_use() -> None:
     assert placed.assignments == []
     assert placed.waits == {
         "large": "is next: slots are kept for it until it has 4",
-        "small": "waits for 2 slots behind runs before it",
+        "small": "waits for 2 slots behind runs before it (`tinkermq ps`)",
     }
 
 
@@ -245,7 +245,7 @@ def test_a_job_that_can_never_fit_is_refused_with_need_largest_and_remedy() -> N
         refuse_impossible(job("", 4).actors, [node("a", 2), node("b", 1)])
     text = str(raised.value)
     assert "needs 5 slots" in text
-    assert "has 3 on 2 node(s)" in text
+    assert "has 3 on 2 nodes" in text
     assert "'a' with 2" in text
     assert "generator.count to 2 or less" in text
 

@@ -1,5 +1,6 @@
 """A job's way through scheduler and node, with toy actors."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import presences
 from tinkermq.broker.user_records import UserStore, create_user_stores
+from tinkermq.clients.cli import evaluation
+from tinkermq.clients.pool import Pool
+from tinkermq.clients.run import EvaluationSettings, evaluate
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import (
     JobRecord,
@@ -21,9 +25,10 @@ from tinkermq.schemas.job import (
 )
 from tinkermq.schemas.metric import Metric, Presence
 from tinkermq.schemas.user import UserRecord
-from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
+from tinkermq.schemas.wire.errors import ConfigError, JobFailedError, QuotaError, StateError
 
 from tests.actors.scheduler.conftest import Stack
+from tests.support.hollow_model import hollow_model
 from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.full
@@ -270,6 +275,26 @@ async def test_a_second_job_waits_for_slots_and_says_so(stack: Stack) -> None:
     assert f"; {first.name} holds 2 (`tinkermq stop {first.name}` frees them)" in second.reason
     stack.do(first, "learner", "done")
     await stack.until(second, "RUNNING")
+
+
+async def test_an_evaluation_that_waits_for_slots_says_who_holds_them(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await stack.running()
+    records, show = list[JobRecord](), evaluation._printing(as_json=False)
+    settings = EvaluationSettings(like=first.name)
+    pool = Pool(stack.broker)
+    asked = asyncio.create_task(evaluate(pool, hollow_model(), settings, records.append))
+    await until(lambda: any("is next" in record.reason for record in records), "it to wait")
+    for record in records:
+        show(record)
+    printed = capsys.readouterr()
+    assert printed.out.count("submitted") == 1
+    freed = f"{first.name} holds 2 (`tinkermq stop {first.name}` frees them)"
+    assert " ".join(printed.err.split()).count(freed) == 1
+    await pool.stop(records[-1].job, now=True)
+    with pytest.raises(JobFailedError, match="was stopped"):
+        await asked
 
 
 async def test_a_job_submitted_before_any_node_waits_for_one(stack: Stack) -> None:

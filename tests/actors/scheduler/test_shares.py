@@ -22,6 +22,36 @@ def _actors(count: int, node: str | None) -> list[ActorPlacement]:
     return [ActorPlacement(name=name, role="generator", node=node) for name in names]
 
 
+HELD = [("ann", "a1"), ("ann", "a2"), ("bob", "b1")]
+WAITS = [("bob", "b2"), ("ann", "a3"), ("ann", "a4"), ("cleo", "c1")]
+
+
+async def test_the_first_waiting_run_of_each_user_is_told_who_holds_slots(broker: Broker) -> None:
+    view = JobsView(broker)
+    for user, name in HELD + WAITS:
+        node, state = ("n1", "RUNNING") if (user, name) in HELD else (None, "QUEUED")
+        fields = {"job": name, "name": name, "user": user, "state": state, "config": {}}
+        record = JobRecord(created=0.0, actors=_actors(1, node), **fields)
+        view.enter(Entry(record.scope.key, record, 1))
+    requests = [
+        PlacementRequest(f"{user}.{name}", tuple(_actors(1, None)), user=user, created=number)
+        for number, (user, name) in enumerate(WAITS)
+    ]
+    view.note_waits(place(requests, [NodeSlots("n1", 3, frozenset())]))
+    behind = "waits for 1 slot behind runs before it (`tinkermq ps`)"
+    own = "; a1 holds 1, a2 holds 1, other users hold 1 (`tinkermq stop a1` frees them)"
+    assert view.waits == {
+        "bob.b2": (
+            1,
+            "is next: slots are kept for it until it has 1; b1 holds 1, other users hold 2 "
+            "(`tinkermq stop b1` frees them)",
+        ),
+        "ann.a3": (2, behind + own),
+        "ann.a4": (3, behind),
+        "cleo.c1": (4, f"{behind}; other users hold 3"),
+    }
+
+
 async def test_what_a_running_job_has_lost_with_a_node_is_kept_for_it_of_its_users_quota(
     broker: Broker,
 ) -> None:

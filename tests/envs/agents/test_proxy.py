@@ -525,7 +525,7 @@ async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpi
         ("reward", {"reward": True}, "reward must be a finite number"),
         ("reward", {"reward": "1"}, "reward must be a finite number"),
         ("reward", {"reward": 1, "mode": "twice"}, "mode is 'twice'"),
-        ("reward", {"reward": 1, "cal": 3}, "unknown field 'cal'"),
+        ("reward", {"reward": 1, "cal": 3}, "'cal' is not supported here"),
         ("reward", {"reward": 1, "call": 1.5}, "call must be a number or an id"),
         ("reward", {"reward": 1, "branch": 1.5}, "branch must be a number or an id"),
         ("reward", {"reward": 1, "info": 3}, "info must be an object"),

@@ -13,8 +13,11 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout import call_tree
 from tinkermq.actors.rollout.call_tree import TreeRows, rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
+from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.model_apis.canonical import ModelMessage
+from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.actors.rollout.calls.asking import held, opened
 from tests.actors.rollout.calls.programs import (
     TEMPLATES,
     TOOLS,
@@ -291,3 +294,14 @@ def test_what_is_continued_is_what_the_template_writes(chat: ChatTokenizer) -> N
         ]
         history += [user("on")]
         tools = TOOLS[:1] if number == 1 else tools
+
+
+@pytest.mark.asyncio(loop_scope="package")
+async def test_a_holder_after_two_that_logged_nothing_draws_as_the_first_would(
+    broker: Broker, recorded: JobScope
+) -> None:
+    seeds = [
+        (await opened(held(broker, recorded, delivery, 71))).drawing_seed for delivery in (1, 2, 3)
+    ]
+    assert seeds == [seeds[0]] * 3
+    assert seeds[0]

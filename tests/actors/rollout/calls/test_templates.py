@@ -261,6 +261,23 @@ def test_the_template_says_in_which_format_its_model_writes_calls(
     assert facts_of(chat).reads_calls == (name != "phi3")
 
 
+def test_a_call_is_read_though_its_mark_begins_like_the_one_that_the_prompt_opens() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- if tools -%}{{ tools | tojson }}{%- endif -%}"
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+        "{%- for call in m.tool_calls or [] -%}"
+        "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor -%}"
+        "{{ '<|im_end|>\\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}"
+    )
+    chat = ChatTokenizer(tokenizer)
+    form = call_format(chat)
+    assert form is not None
+    assert form.name == "hermes"
+    assert facts_of(chat).reads_calls
+
+
 def test_a_call_in_another_models_format_is_text() -> None:
     said = '{"name": "search", "parameters": {"query": "x"}}'
     for name in ("qwen2_5", "glm4moe", "qwen3_5_think"):
