@@ -203,7 +203,8 @@ class _Peer:
 
 def theirs(python: str, role: str, kills: int, folder: Path) -> Row:
     """Train and kill with TRL's asynchronous trainer."""
-    peer, deadline = _Peer(python, kills, folder), time.monotonic() + _DEADLINE_S
+    deadline = time.monotonic() + _DEADLINE_S + kills * _HANGS_S
+    peer = _Peer(python, kills, folder)
     try:
         waiting = list(peer.at) if role != "none" else []
         while peer.trainer.poll() is None or waiting:

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -201,6 +202,9 @@ def train(settings: dict[str, Any]) -> None:
 
     trainer.rollout_worker.start = start_and_tell
     checkpoints = folder / "checkpoints"
+    for one in checkpoints.glob("checkpoint-*"):
+        if not (one / "trainer_state.json").is_file():  # killed while it was written
+            shutil.rmtree(one)
     newest = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
 

@@ -1,4 +1,4 @@
-"""The tutorials do what they show: every block is saved or run as it is written, in order."""
+"""The tutorials and README's game do what they show: blocks are saved or run, in their order."""
 
 import re
 import shlex
@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.pages import Block, blocks, environment, matches, run, save, succeed
+from tests.support.pages import ROOT, Block, blocks, environment, matches, run, save, succeed
 from tests.support.waiting import PATIENCE_S
 
-DOCS = Path(__file__).parents[1] / "docs"
-TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 _VALIDATION = re.compile(r"^validation ([\d.]+) at step 0, ([\d.]+) at step", re.MULTILINE)
 """What `train` says at its end of a run that is validated."""
 _RISES_BY = 0.1
@@ -77,3 +76,23 @@ def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path) -> None:
     assert bool(rewards) == page.stem.startswith("1-"), reader.said
     for before, after in rewards:
         assert float(after) > float(before) + _RISES_BY, reader.said
+
+
+@pytest.mark.long
+@pytest.mark.learns
+@pytest.mark.timeout(1800)
+def test_the_first_game_of_the_readme_learns_within_ten_of_its_steps(tmp_path: Path) -> None:
+    game, config, typed = list(blocks(ROOT / "README.md"))[1:4]
+    shorter = {"up": ["--port", "0"], "train": ["training.num_steps=10"]}
+    reader = Reader(tmp_path)
+    reader.follow(game)
+    reader.follow(config)
+    try:
+        for line in typed.text.splitlines():
+            words = line.partition("#")[0].split()
+            words += shorter.get(words[1], [])
+            reader.said += succeed(shlex.join(words), tmp_path, 8 * PATIENCE_S, reader.env)
+    finally:
+        run("tinkermq down", tmp_path, env=reader.env)
+    (rewards,) = _VALIDATION.findall(reader.said)
+    assert float(rewards[1]) > float(rewards[0]) + _RISES_BY, reader.said

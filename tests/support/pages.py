@@ -33,8 +33,8 @@ class Block:
 
     @property
     def title(self) -> str:
-        """The file that the block is saved as."""
-        found = re.search(r'title="([^"]+)"', self.info)
+        """The file that it is saved as; in README, which GitHub shows, its first line names it."""
+        found = re.search(r'title="([^"]+)"', self.info) or re.match(r"# (\w+\.\w+)\n", self.text)
         return found[1] if found else ""
 
     def __str__(self) -> str:
