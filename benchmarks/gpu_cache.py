@@ -361,13 +361,13 @@ def serve(
     def ask(states: dict[str, Conversation], turn: int, new: int) -> None:
         number = next(iter(states.values())).number
         marks = [f"{number} {earlier}".encode() for earlier in range(turn + 1)]
-        server = choose(Beginnings(marks, marks[-1:]))
+        server = choose(Beginnings("", "", marks, marks[-1:]))
         state, total = states[server], max(one.cached for one in states.values())
         # what this server computed at its last turn may be there; the rest is new to it
         state.new = total - state.cached + new
         state.left = work.length(rng, work.answer)
         counted = ExitStack()
-        counted.enter_context(holders.asking(server))
+        counted.enter_context(holders.asking("", server))
         began = clock.now
 
         def end() -> None:
