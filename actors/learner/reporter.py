@@ -451,7 +451,7 @@ def last_reported_step(run_dir: Path) -> int:
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         return 0
-    steps = (entry for entry in read_objects(file) if "training/global_step" in entry)
+    steps = (entry for entry in read_objects(file) if _is_training(entry))
     return max((int(entry["step"]) for entry in steps), default=0)
 
 
@@ -462,6 +462,28 @@ def forget_reported(run_dir: Path, behind: int) -> None:
         entries = [entry for entry in read_objects(file) if int(entry.get("step", 0)) <= behind]
         draft.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         draft.replace(file)
+
+
+async def store_reported(context: JobContext) -> None:
+    """Store the numbers of the run's metrics.jsonl that the broker's store has lost."""
+    file = context.run_dir / "metrics.jsonl"
+    if not await asyncio.to_thread(file.is_file):
+        return
+    broker, scope = context.broker, context.scope
+    stored = {
+        (metric.step, _is_training(metric.values)) for metric in await read_metrics(broker, scope)
+    }
+    for entry in await asyncio.to_thread(lambda: list(read_objects(file))):
+        step, time_s = entry.pop("step"), entry.pop("time")
+        values = {name: math.nan if value is None else value for name, value in entry.items()}
+        metric = Metric(step=step, values=values, time=time_s)
+        if (metric.step, _is_training(values)) not in stored:
+            await publish_metric(broker, scope, metric)
+
+
+def _is_training(values: Mapping[str, float]) -> bool:
+    """Whether numbers are those of a training step, not of a validation."""
+    return "training/global_step" in values
 
 
 async def restore_reported(context: JobContext) -> None:

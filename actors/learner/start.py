@@ -40,7 +40,13 @@ from .intake import stream_recreated
 from .learner import Learner
 from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.processes import PlacedRanks
-from .reporter import forget_reported, last_reported_step, open_reporter, restore_reported
+from .reporter import (
+    forget_reported,
+    last_reported_step,
+    open_reporter,
+    restore_reported,
+    store_reported,
+)
 from .rewind import held_records, records_behind, why_not_held
 from .saving import open_mirror
 
@@ -321,7 +327,7 @@ async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
 
 
 async def _report_rewound(context: JobContext, start: StartingPoint, used: str) -> None:
-    """Report a broker's store that was set back, and forget the numbers of steps that it lost."""
+    """Report a broker's store that was set back; its numbers and the run folder's agree again."""
     batches = BatchLog(context.broker, context.scope)
     log = RolloutLog(context.broker, context.scope)
     records = await records_behind(batches, log, start.state.step)
@@ -340,6 +346,7 @@ async def _report_rewound(context: JobContext, start: StartingPoint, used: str) 
     )
     context.numbers[LOST_STEPS] = float(max(reported - last, 0))
     await asyncio.to_thread(forget_reported, context.run_dir, last)
+    await store_reported(context)
 
 
 async def _num_rows(context: JobContext) -> int | None:

@@ -377,7 +377,7 @@ async def test_what_nodes_and_scheduler_lack_is_all_told_and_the_first_is_the_er
     assert "/no/such/model" in told.out
     assert "there is no file /no/rows.jsonl  (node node)" in told.out
     assert "there is no module 'none' for game 'none.such:Game'  (node node)" in told.out
-    assert "the run needs 1001 slots" in told.out
+    assert "the run needs 1,001 slots" in told.out
 
 
 async def test_a_name_that_is_taken_or_a_run_that_is_not_there_is_the_schedulers_to_tell(

@@ -1,15 +1,21 @@
 """Numbers reach the run's own file whole, and trackers that fail are told once and end nothing."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.learner.reporter import Reporter, last_reported_step, restore_reported
+from tinkermq.actors.learner.reporter import (
+    Reporter,
+    last_reported_step,
+    restore_reported,
+    store_reported,
+)
 from tinkermq.actors.training.state import Waste
 from tinkermq.actors.training.step import StepReport
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.feed import publish_metric, read_events
+from tinkermq.broker.feed import publish_metric, read_events, read_metrics
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.local.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.metric import Event, Metric
@@ -123,6 +129,26 @@ async def test_a_lost_run_folder_gets_the_numbers_of_all_steps_and_none_is_repor
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("actor/lr")] == [1, 2, 3]
+
+
+async def test_numbers_that_the_store_lost_are_stored_again_from_the_run_folder(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    context = await job_context(broker, scope, "learner", CONFIG)
+    context.record = context.record.model_copy(update={"run_dir": str(tmp_path)})
+    await store_reported(context)
+    tracker = JsonlTracker(tmp_path)
+    for step in (1, 2, 3):
+        numbers = {"training/global_step": float(step), "actor/kl": math.nan}
+        tracker.log(numbers, step)
+        tracker.log({"val/mean_score": 0.5}, step)
+    for values in ({"training/global_step": 1.0}, {"val/mean_score": 0.5}):
+        await publish_metric(broker, scope, Metric(step=1, values=values, time=1.0))
+    for _ in range(2):
+        await store_reported(context)
+        stored = [(one.step, *one.values) for one in await read_metrics(broker, scope)]
+        training, validation = ("training/global_step", "actor/kl"), ("val/mean_score",)
+        assert stored[2:] == [(n, *names) for n in (2, 3) for names in (training, validation)]
 
 
 async def test_a_step_on_known_gpus_has_the_mfu_of_its_tokens(
