@@ -3,10 +3,10 @@
     python -m benchmarks.evidence.kinds
 
 Runs what has no line in results/kinds.jsonl yet, and writes the table of docs/models.md: the
-calculator in a real pool, the same seed and keys for three models of two layers and 0.4 million
+calculator in a real pool, the same seeds and keys for three models of two layers and 0.4 million
 weights. They are warm-started alike (`tinkermq.actors.warm_start --kind`): a Qwen3 with full
 attention, a Qwen3.5 with a layer of linear attention below one of full attention, and a Gemma 3
-with a layer that sees 8 tokens below one that sees all. Some ten minutes on two cores.
+with a layer that sees 8 tokens below one that sees all. Some half an hour on two cores.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from benchmarks.evidence.pooled import run_pooled
 from benchmarks.tasks import warm_model
 
 EXPERIMENT, GAME = "kinds", "calculator"
-SEEDS = (101,)
+SEEDS = (101, 102, 103)
 BOUND, STEPS, TEST_EVERY = 2, 40, 10
 KINDS: dict[TinyKind, str] = {
     "qwen3": "full attention",

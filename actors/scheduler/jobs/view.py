@@ -633,7 +633,7 @@ class JobsView:
 
 def _holders(own: Mapping[str, int], total: int) -> str:
     """Return which of a user's runs hold slots, and how many others hold; empty: nobody."""
-    named = list(own.items())
+    named = sorted(own.items(), key=lambda item: (-item[1], item[0]))  # alike after a restart
     parts = [f"{name} holds {count}" for name, count in named[:_MOST_HOLDERS]]
     if rest := sum(count for _, count in named[_MOST_HOLDERS:]):
         parts.append(f"other runs hold {rest}")
