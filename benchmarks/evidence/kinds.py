@@ -6,7 +6,8 @@ Runs what has no line in results/kinds.jsonl yet, and writes the table of docs/m
 calculator in a real pool, the same seeds and keys for three models of two layers and 0.4 million
 weights. They are warm-started alike (`tinkermq.actors.warm_start --kind`): a Qwen3 with full
 attention, a Qwen3.5 with a layer of linear attention below one of full attention, and a Gemma 3
-with a layer that sees 8 tokens below one that sees all. Some half an hour on two cores.
+with a layer that sees 8 tokens below one that sees all. Some five minutes on two cores, and as many
+for the models.
 """
 
 import asyncio

@@ -101,9 +101,9 @@ EXPERIMENTS = {
     ),
     "kinds": Experiment(
         "Kinds of layers",
-        "a hybrid and a model with windows learn as a dense model of their size (one seed)",
-        "028d6a75",
-        "2026-11-28",
+        "a hybrid and a model with windows learn no less than a dense model of their size",
+        "9e604aec",
+        "2026-11-29",
         "Qwen3, Qwen3.5 and Gemma 3 of 0.4 M weights",
         _TWO_CORES,
     ),
