@@ -145,11 +145,13 @@ def train(settings: dict[str, Any]) -> None:
     class Trainer(AsyncGRPOTrainer):
         """Notes which prompts the tokens of a step are of."""
 
-        def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any) -> Any:
+        def training_step(
+            self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+        ) -> Any:
             """Train, and note."""
             places = (inputs[name].flatten().tolist() for name in ("input_ids", "position_ids"))
             in_step.update(rows_of(*places, tokenizer.decode))
-            return super().training_step(model, inputs, *rest)
+            return super().training_step(model, inputs, num_items_in_batch)
 
     class Notes(TrainerCallback):
         """Writes down each step that has ended."""
@@ -185,7 +187,7 @@ def train(settings: dict[str, Any]) -> None:
         report_to="none",
     )
     rows = [[{"role": "user", "content": f"{row}+"}] for row in range(settings["prompts"])]
-    trainer = Trainer(
+    trainer: Any = Trainer(
         model=settings["model"],
         reward_funcs=random_reward,
         args=config,
