@@ -130,6 +130,10 @@ def _write(batches: "Iterable[RecordBatch]", rows: Path, ends: Path) -> None:
 def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
     """Return the rows of a batch; DataError names the first that cannot be read, and its column."""
     names = batch.schema.names
+    for place, name in enumerate(names):
+        if getattr(cast("Any", batch.column(place)).type, "unit", "") == "ns":
+            column = _as_python_has_it(batch.column(place))
+            batch = cast("Any", batch).set_column(place, name, column)
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):
@@ -143,6 +147,24 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
         for row in rows:
             row[name] = _without_filled(row[name], kind)
     return rows
+
+
+def _as_python_has_it(column: Any) -> Any:
+    """Return times in nanoseconds as microseconds, or as texts where that would lose some.
+
+    pyarrow makes of them what pandas has, or cuts them, where pandas is installed.
+    """
+    from pyarrow import ArrowException, duration, string, time64, timestamp, types
+
+    kind = column.type
+    if types.is_timestamp(kind):
+        coarse: Any = timestamp("us", kind.tz)
+    else:
+        coarse = time64("us") if types.is_time(kind) else duration("us")
+    for target in (coarse, string()):
+        with contextlib.suppress(ArrowException):
+            return column.cast(target)
+    return column
 
 
 def _values(column: "Array[Any]", name: str, first: int) -> list[Any]:
