@@ -11,7 +11,7 @@ from typing import Any
 
 from cachetools import FIFOCache
 
-from ..schemas.chat_messages import Origin, read_conversation, read_tools
+from ..schemas.chat_messages import REASONING_KEYS, Origin, read_conversation, read_tools
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
 from ..schemas.wire.errors import DataError
@@ -46,7 +46,7 @@ TRAINED_KEYS = ("weight", "trainable", "train", "training", "loss")
 """Keys of a message that say whether it is learnt, in the formats of OpenAI and others."""
 _KNOWN_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "id", "images"}
-    | {"reasoning_content", "reasoning", "thinking"}
+    | {*REASONING_KEYS}
 )
 
 

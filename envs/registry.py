@@ -328,9 +328,10 @@ def _refuse_misspelt(game_class: type[AbstractGame]) -> None:
     own = [name for name, value in vars(game_class).items() if inspect.isfunction(value)]
     for name in set(own).difference(known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
-        if near and near[0] not in own:
+        is_plural = near and name.rstrip("s") == near[0].rstrip("s")
+        if near and near[0] not in own and not is_plural:
             raise GameError(
-                f"{game_class.__name__} has a method {name}, which nothing calls",
+                f"{game_class.__name__} has a method {name}, which tinkermq does not call",
                 hint=f"did you mean {near[0]}? If not, name it otherwise, or begin it with _",
             )
 

@@ -51,8 +51,9 @@ NOT_SHOWN = LABELS | {"id", "phase", "status", "type"}
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _IMAGES = ("image", "image_url", "input_image")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_CONTENT_FIELDS = frozenset({"content", "tool_calls", "function_call", "refusal", *_REASONING})
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Names of an answer's reasoning; the first is ours."""
+_CONTENT_FIELDS = frozenset({"content", "tool_calls", "function_call", "refusal", *REASONING_KEYS})
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of a JSON schema that map names to schemas."""
 _VALUES = ("default", "const", "enum", "example", "examples")
@@ -233,17 +234,23 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
         content = json.dumps(content, ensure_ascii=False, default=json_default)
     content = _template_content(content)
     calls = fields.pop("tool_calls", None)
-    thoughts = [fields.pop(key, None) for key in _REASONING]
+    reasoning = _take_reasoning(fields)
     answered = fields.pop("tool_call_id", None)
     shown: dict[str, Any] = {"role": role, "content": content}
     shown |= {key: value for key, value in fields.items() if key not in NOT_SHOWN}
     if calls:
         shown["tool_calls"] = [_template_call(call) for call in calls]
-    reasoning = next((text for text in thoughts if isinstance(text, str)), "")
     if role == "assistant" and reasoning:
-        shown["reasoning_content"] = reasoning
+        shown[REASONING_KEYS[0]] = reasoning
     answered = answered or (fields.get("name") if role == "tool" else None)
     return {**shown, "tool_call_id": answered} if isinstance(answered, str) and answered else shown
+
+
+def _take_reasoning(fields: dict[str, Any]) -> str:
+    """Remove the reasoning of an answer from its fields; return the first that is not empty."""
+    names = [name for name in REASONING_KEYS if isinstance(fields.get(name), str)]
+    texts: list[str] = [fields.pop(name) for name in names]
+    return next((text for text in texts if text), "")
 
 
 def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,8 +418,8 @@ class _Message:
             raise self._error("has no role", path=".role", hint="give it a role and a content")
         role = _ROLES.get(role, role)
         calls = self._calls()
-        if isinstance(reasoning := fields.get("reasoning"), str):
-            fields.setdefault("reasoning_content", reasoning)
+        if reasoning := _take_reasoning(fields):
+            fields[REASONING_KEYS[0]] = reasoning
         content = self._content(role, fields.pop("content", None))
         if content is None:
             content = self._in_place_of_content(has_calls=bool(calls))
@@ -425,7 +432,7 @@ class _Message:
             return self._fields.pop("refusal")
         if has_calls or self._origin.is_request:
             return ""
-        if any(self._fields.get(name) for name in _REASONING):
+        if any(self._fields.get(name) for name in REASONING_KEYS):
             return ""
         raise self._error(
             "is empty: its content is None, and it has neither tool_calls nor reasoning",

@@ -112,7 +112,7 @@ async def run_generator(context: JobContext) -> None:
     config = context.config
     await asyncio.to_thread(check_weights, context.record, config)
     chat = make_chat(config).at(context.record.created)
-    if chat.keeps_reasoning:
+    if config.rollout.max_turns > 1 and chat.keeps_reasoning:
         await context.event(
             "chat_template",
             "the model's chat template leaves the reasoning of earlier turns out; episodes keep it",

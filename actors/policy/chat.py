@@ -38,14 +38,14 @@ from . import model_folder
 from .call_form import CallForm, find_call_form
 from .histories import (
     Conversation,
+    ReasoningForm,
     RenderedTurn,
     as_generated,
     behind_history,
-    find_reasoning_key,
+    find_reasoning_form,
     hides_reply,
     num_shared,
     rewrites,
-    with_reasoning,
     without_reasoning,
 )
 from .system_form import SystemForm, find_system_form
@@ -109,8 +109,6 @@ class ChatTokenizer:
         self._template_kwargs = dict(template_kwargs or {})
         self.findings: dict[str, Any] = {}
         """Cached facts about the template by name, equal at all times."""
-        self.keeps_reasoning = False
-        """Whether the template leaves out reasoning of earlier turns, which an episode keeps."""
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._token_texts: dict[int, str] = {}
@@ -121,8 +119,8 @@ class ChatTokenizer:
         chats = must_chat or self._has_template
         head = self.render(_STAND_IN, prompt=False) if chats else ""
         self._before = _until_reply(head)
-        behind = head[len(self._before) :] if self._before else ""
-        closing = self.encode_behind(self._before, behind)
+        self._closing = head[len(self._before) :] if self._before else ""
+        closing = self.encode_behind(self._before, self._closing)
         ends = [token for token in closing if token in self._marks][:1]
         self.ends_turns = bool(ends) or not self._before
         """Whether the template ends a turn; otherwise the marker of the next role does."""
@@ -247,11 +245,10 @@ class ChatTokenizer:
         mask: list[int] = []
         ends: list[int] = []
         known, shown = "", 0
-        shown_tools = self._shown(tools) if tools else ""
         for turn in self._turns(messages, tools):
             images = images_of(messages[shown : turn.place])
             shown = turn.place + 1
-            between = self._between(known, ids, turn, images, shown_tools if known else "")
+            between = self._between(known, ids, turn, images, tools)
             turn_ids, known = self._reply_tokens(turn)
             is_turn = trained is None or turn.place in trained
             ids += between + turn_ids
@@ -272,12 +269,13 @@ class ChatTokenizer:
         ids: Sequence[int],
         turn: RenderedTurn,
         images: Sequence[bytes],
-        shown_tools: str,
+        tools: Sequence[Mapping[str, Any]],
     ) -> list[int]:
         """Return the tokens from the text `known` with the tokens `ids` to a turn's reply."""
-        known, prompt = (text.replace(shown_tools, "") for text in (known, turn.prompt))
-        behind = behind_history(known, prompt)
-        if behind is not None:
+        prompt = turn.prompt
+        if tools and behind_history(known, prompt) is None:
+            known, prompt = self._without_tools(tools, known, prompt)
+        if (behind := behind_history(known, prompt)) is not None:
             return self.encode_seen(behind, images, behind=known)
         known = self._without_end(known)  # gpt-oss ends earlier turns with another marker
         behind = self._beyond(known, prompt, f"message {turn.place}")
@@ -306,8 +304,7 @@ class ChatTokenizer:
             whole = render(shown[: place + 1], prompt=False)
             if not whole.startswith(prompt):
                 self._beyond(prompt, whole, f"message {place}")
-                closing = render(_STAND_IN, prompt=False)[len(self._before) :]
-                whole = prompt + as_generated(prompt, shown[place], place) + closing
+                whole = prompt + as_generated(prompt, shown[place], place) + self._closing
             yield RenderedTurn(place, prompt, whole, following)
 
     def _reply_tokens(self, turn: RenderedTurn) -> tuple[list[int], str]:
@@ -441,8 +438,8 @@ class ChatTokenizer:
     def check_template(self, *, multi_turn: bool = True) -> None:
         """Verify that template and tokenizer only append; raise ModelError that shows where not.
 
-        With `multi_turn`, conversations of several turns are rendered and compared with the pieces
-        of an episode; sets `keeps_reasoning`. Without, only the generation prompt must be appended.
+        With `multi_turn`, a conversation of several turns is compared with the pieces of an
+        episode. Without, only the generation prompt must be appended.
         """
         messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
         start, prompt = self.render(messages, prompt=False), self.render(messages, prompt=True)
@@ -467,12 +464,18 @@ class ChatTokenizer:
             if without_reasoning(later) != without_reasoning(episode):
                 raise rewrites(f"turn {number}", episode, later)
             self._must_join(joined, episode, f"turn {number}")
-        why, mark = "some reasoning", self.reasoning_mark
-        reasoned = f"{mark}\n{why}\n{MARKS[mark]}\n\n{_REPLIES[0]}"
-        messages[1] = {"role": "assistant", "content": reasoned}
-        if mark == CHANNELS:  # it is no part of the content
-            messages[1] = {"role": "assistant", "content": _REPLIES[0], "reasoning_content": why}
-        self.keeps_reasoning = why not in self.render(messages, prompt=True)
+
+    @property
+    def keeps_reasoning(self) -> bool:
+        """Whether the template leaves out reasoning of earlier turns, which an episode keeps."""
+        if "keeps reasoning" not in self.findings:
+            why, mark, reply = "some reasoning", self.reasoning_mark, _REPLIES[0]
+            answer = {"content": f"{mark}\n{why}\n{MARKS[mark]}\n\n{reply}"}
+            if mark == CHANNELS:  # it is no part of the content
+                answer = {"content": reply, "reasoning_content": why}
+            later = self.render([_USER, {"role": "assistant", **answer}, _USER], prompt=True)
+            self.findings["keeps reasoning"] = why not in later
+        return self.findings["keeps reasoning"]
 
     def _without_end(self, rendered: str) -> str:
         """Return a rendering without the markers at its end, such as Phi 3's end of a conversation.
@@ -521,14 +524,13 @@ class ChatTokenizer:
         roles: Sequence[str],
     ) -> None:
         """Verify that the text after an answer is the same with and without `tools`."""
-        shown_tools = self._shown(tools)
         with_reply = [*messages, {"role": "assistant", "content": _REPLY}]
-        whole = self.render(with_reply, prompt=False, tools=tools).replace(shown_tools, "")
+        whole = self.render(with_reply, prompt=False, tools=tools)
         for role in roles:
             observation = {"role": role, "content": "an observation"}
             later = self.render([*with_reply, observation], prompt=True, tools=tools)
-            later = later.replace(shown_tools, "")
-            behind = self._beyond(_until_reply(whole), later, f"a message of the {role}")
+            known, later = self._without_tools(tools, _until_reply(whole), later)
+            behind = self._beyond(known, later, f"a message of the {role}")
             if observation["content"] not in behind:
                 raise ModelError(
                     f"the model's chat template omits a message of the {role} behind an answer",
@@ -537,14 +539,15 @@ class ChatTokenizer:
             if behind != (appended := self._behind([observation])):
                 raise rewrites(f"a message of the {role}", appended, behind)
 
-    def _shown(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of tools, which Mistral's templates show before the last user.
+    def _without_tools(self, tools: Sequence[Mapping[str, Any]], *rendered: str) -> list[str]:
+        """Return renderings without the text of tools.
 
-        They stay where they first were shown.
+        Mistral's templates show it before the last user; an episode has it in the first prompt.
         """
         shown, bare = (self.render([_USER], prompt=True, tools=its) for its in (tools, ()))
         at = num_shared(shown, bare)
-        return shown[at:].removesuffix(bare[at:])
+        text = shown[at:].removesuffix(bare[at:])
+        return [whole.replace(text, "") for whole in rendered]
 
     def _beyond(self, known: str, rendered: str, what: str) -> str:
         """Return what a rendering has after `known`, whose reasoning it may leave out."""
@@ -593,8 +596,7 @@ class ChatTokenizer:
         system = _OTHERS[-1]
         user = self._rendered([_USER], prompt=False) or ""
         prompt = self._rendered([_USER], prompt=True) or ""
-        closing = (self._rendered(_STAND_IN, prompt=False) or "")[len(self._before) :]
-        framed = [user, self._rendered([system, _USER], prompt=False) or "", closing]
+        framed = [user, self._rendered([system, _USER], prompt=False) or "", self._closing]
         marks = [name for text in framed for name in texts.find(text)]
         if prompt.startswith(user):
             marks += texts.find(prompt[len(user) :])[:1]  # the start of the reasoning follows
@@ -640,7 +642,7 @@ class ChatTokenizer:
             named = str(cast("Any", self._tokenizer).name_or_path or "the model")
             messages = self.system_form.fit(messages, named)
         if any(message.get("reasoning_content") for message in messages):
-            messages = [with_reasoning(message, self._reasoning_key) for message in messages]
+            messages = [self._reasoning_form.fit(message) for message in messages]
         if any(message.get("tool_calls") for message in messages):
             messages = self._call_form.fit(messages)
         return self._render(messages, prompt=prompt, tools=tools)
@@ -662,12 +664,11 @@ class ChatTokenizer:
         return self.findings["calls"]
 
     @property
-    def _reasoning_key(self) -> str:
-        """The key of messages from which the template reads reasoning, found once."""
+    def _reasoning_form(self) -> ReasoningForm:
+        """Where the template reads reasoning, found once."""
         if "reasoning" not in self.findings:
-            self.findings["reasoning"] = find_reasoning_key(
-                partial(self._render, prompt=False, tools=())
-            )
+            render = partial(self._render, prompt=False, tools=())
+            self.findings["reasoning"] = find_reasoning_form(render)
         return self.findings["reasoning"]
 
     def _render(

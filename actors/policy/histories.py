@@ -11,12 +11,21 @@ from typing import Any
 
 from ...envs.reasoning import opened_by
 from ...schemas.call_formats import MARKS
+from ...schemas.chat_messages import REASONING_KEYS
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 
 _SHOWN = 60
 _TAIL = 24
-_KEYS = ("reasoning_content", "reasoning", "thinking")
+_KEY = REASONING_KEYS[0]
+_QUESTION = {"role": "user", "content": "stand-in"}
+_WHY = "stand-in reason"
+_CALL = {"name": "stand_in", "arguments": {"stand": "in"}}
+_CALLED = {
+    "role": "assistant",
+    "content": "reply",
+    "tool_calls": [{"type": "function", "id": "c00000000", "function": _CALL}],
+}
 
 _REASONING = "|".join(
     f"(?:{opens}(?:(?!{opens}).)*?)?{closes}|{opens}"
@@ -81,7 +90,7 @@ def as_generated(prompt: str, message: Mapping[str, Any], place: int) -> str:
     that cannot follow the prompt; `place` is the index of its message.
     """
     text, mark = str(message.get("content") or "").lstrip(), opened_by(prompt).strip()
-    if mark and (reasoning := message.get("reasoning_content")):
+    if mark and (reasoning := message.get(_KEY)):
         text = f"{mark}{reasoning}\n{MARKS[mark]}\n\n{text}"
     if not (mark and text.startswith(mark)) or message.get("tool_calls"):
         raise DataError(
@@ -94,33 +103,42 @@ def as_generated(prompt: str, message: Mapping[str, Any], place: int) -> str:
     return text.removeprefix(mark).lstrip("\n")
 
 
-def find_reasoning_key(render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """Return the key from which a template reads an answer's reasoning, by rendering some.
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """Where a template reads the reasoning of an answer, determined by rendering some."""
 
-    gpt-oss reads `thinking`. `render` raises ModelError if the template refuses messages.
-    """
-    question = {"role": "user", "content": "stand-in"}
-    for key in _KEYS:
+    key: str = _KEY
+    """The key of messages; gpt-oss reads `thinking`."""
+    joins: bool = False
+    """Whether it refuses a text beside reasoning and calls: gpt-oss shows either as reasoning."""
+
+    def fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message in this form."""
+        reasoning = message.get(_KEY)
+        if self.key == _KEY or not reasoning:
+            return message
+        fields = {name: value for name, value in message.items() if name != _KEY}
+        content = message.get("content")
+        if self.joins and content and message.get("tool_calls"):
+            return {**fields, "content": "", self.key: f"{reasoning}\n\n{content}"}
+        return {**fields, self.key: reasoning}
+
+
+def find_reasoning_form(render: Callable[[list[dict[str, Any]]], str]) -> ReasoningForm:
+    """Find the form of a template; `render` raises ModelError if it refuses messages."""
+
+    def shown(message: Mapping[str, Any], **fields: str) -> str | None:
         try:
-            shown = render(
-                [question, {"role": "assistant", "content": "reply", key: "stand-in why"}]
-            )
+            return render([_QUESTION, {**message, **fields}])
         except ModelError:
-            continue
-        if "stand-in why" in shown:
-            return key
-    return _KEYS[0]
+            return None
 
-
-def with_reasoning(message: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a message with its reasoning under a template's key.
-
-    A message with calls and a text keeps it where it is: gpt-oss refuses both.
-    """
-    reasoning = message.get(_KEYS[0])
-    if key == _KEYS[0] or not reasoning or (message.get("tool_calls") and message.get("content")):
-        return message
-    return {**{name: value for name, value in message.items() if name != _KEYS[0]}, key: reasoning}
+    answer = {"role": "assistant", "content": "reply"}
+    for key in REASONING_KEYS:
+        if _WHY in (shown(answer, **{key: _WHY}) or ""):
+            joins = shown(_CALLED, **{key: _WHY}) is None and shown(_CALLED) is not None
+            return ReasoningForm(key, joins)
+    return ReasoningForm()
 
 
 def num_shared(left: Sequence[Any], other: Sequence[Any]) -> int:

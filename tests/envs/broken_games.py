@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from tinkermq.envs import AbstractGame, StepResult
+from tinkermq.envs.games.guess import GuessGame
 
 
 class CountingGame(AbstractGame):
@@ -144,6 +145,14 @@ class NotAGame:
 class Abstract(AbstractGame):
     def reset(self, **_: Any) -> str:
         return ""
+
+
+class NamesHelpersAlike(GuessGame):
+    def get_tool(self, name: str) -> str:
+        return name
+
+    def get_states(self) -> list[str]:
+        return []
 
 
 class Misspelt(Abstract):

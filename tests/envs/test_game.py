@@ -358,7 +358,7 @@ def failures(**config):
     ("game", "question", "detail"),
     [
         ("broken_games:Nowhere", "the game imports", "has no game 'Nowhere'"),
-        ("broken_games:Misspelt", "the game imports", "get_sytem_prompt, which nothing calls"),
+        ("broken_games:Misspelt", "the game imports", "get_sytem_prompt, which tinkermq does"),
         ("broken_games:RaisesInInit", "the game can be made", "the emulator is not installed"),
         ("broken_games:Abstract", "the game can be made", "abstract method"),
         ("broken_games:RaisesInReset", "types are right", "raised in reset: KeyError"),
@@ -374,6 +374,10 @@ def failures(**config):
 def test_a_fault_fails_its_question(game, question, detail):
     result = failures(game=game)[question]
     assert detail in result.detail
+
+
+def test_helpers_of_a_game_may_be_named_like_its_methods():
+    assert failures(game="broken_games:NamesHelpersAlike") == {}
 
 
 def test_the_hints_say_what_to_do():

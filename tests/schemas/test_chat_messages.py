@@ -263,7 +263,7 @@ def test_an_api_of_openais_is_sent_arguments_as_text(arguments: Any) -> None:
     assert told[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": text}
 
 
-@pytest.mark.parametrize("said", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("said", ["reasoning", "reasoning_content", "thinking"])
 def test_a_turn_may_only_reason(said: str) -> None:
     turn = {"role": "assistant", "content": None, said: "hm", "tool_calls": None}
     (read,) = read_conversation([turn], Origin(where="row 0"))

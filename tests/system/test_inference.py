@@ -19,7 +19,7 @@ import torch
 from openai import AsyncOpenAI, BadRequestError
 from tinkermq.actors.policy.chat import ChatTokenizer, make_chat
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.broker.client.parts import ask_parts
@@ -223,9 +223,15 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
         await run_inference_async(**{**settings, "temperature": 0.5})
 
 
+OPENED = CHAT_TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
+"""It opens reasoning in a prompt, and leaves that out of the history."""
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OPENED], ids=["appends", "leaves-out"])
 async def test_served_episodes_are_those_of_the_generators_own_loop(
-    stack: Stack, model: Path, tmp_path: Path
+    stack: Stack, tmp_path: Path, template: str
 ) -> None:
+    model = save_tiny_model(tmp_path / "model", template=template)
     settings: dict[str, Any] = {"rollout": SHORT}
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
@@ -252,6 +258,9 @@ async def test_served_episodes_are_those_of_the_generators_own_loop(
         own = await loop.run(plan)
         assert served[seed] == (own.token_ids.tolist(), own.mask.tolist(), own.messages)
         assert len(own.turn_ends) > 1
+        shown = make_chat(config).decode_all(own.token_ids)
+        num_opened = len(own.turn_ends) if template == OPENED else 0
+        assert shown.count("<|assistant|><think>") == num_opened
     stopping.set()
     await hosting
     await engine.close()

@@ -3,7 +3,14 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.policy.tiny_models import END, PAD, SPECIAL_TOKENS, make_tokenizer
+from tinkermq.actors.policy.tiny_models import (
+    CHAT_TEMPLATE,
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    make_tokenizer,
+    save_tiny_model,
+)
 
 from tests.support.configs import small_job
 from tests.support.families import QUICK, make_model
@@ -35,6 +42,20 @@ async def test_a_run_of_any_kind_of_layers_is_replayed_to_the_bit(
     model.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     job = await stack.submit(small_job(tmp_path, training={"num_steps": 10}))
+    await job.until("COMPLETED")
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+
+
+async def test_a_run_of_several_turns_says_that_it_keeps_reasoning(
+    stack: Stack, tmp_path: Path
+) -> None:
+    opened = CHAT_TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
+    model = save_tiny_model(tmp_path / "model", template=opened)
+    sections = {"env": {"game": "guess"}, "rollout": {"max_turns": 2, "max_turn_tokens": 6}}
+    job = await stack.submit(small_job(model, **sections, training={"num_steps": 3}))
+    told = await job.until_event("chat_template")
+    assert "episodes keep it" in told.message
     await job.until("COMPLETED")
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)

@@ -113,6 +113,20 @@ def test_a_recorded_conversation_keeps_the_reasoning_of_each_answer() -> None:
     assert text_of(chat, spoken.token_ids) + "\n" == once * 2
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
+def test_a_turn_is_learnt_as_generated_where_the_template_hides_its_reasoning(tools: Any) -> None:
+    chat = chat_of(
+        "{%- if tools -%}{{ '<|im_start|>tools\\n' + tools[0].function.name }}{%- endif -%}"
+        + CHATML.replace("m.content", "m.content.split('</think>')[-1]").replace(
+            "assistant\\n", "assistant\\n<think>\\n"
+        )
+    )
+    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}
+    spoken = chat.conversation([{"role": "user", "content": "2+2?"}, answer], tools)
+    learnt_ids = spoken.token_ids[spoken.mask == 1]
+    assert text_of(chat, learnt_ids) == "hm\n</think>\n\n4<|im_end|>"
+
+
 def test_an_answer_that_cannot_follow_its_prompt_is_refused() -> None:
     chat = chat_of(QWEN3, enable_thinking=False)
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]

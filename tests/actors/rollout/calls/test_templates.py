@@ -664,6 +664,13 @@ def test_a_template_is_given_reasoning_under_the_name_that_it_reads(name: str, k
     assert shown.index("go") < shown.rindex("hm") < shown.rindex("sure")
 
 
+@pytest.mark.parametrize("name", ["gptoss", "lfm2_2_5", "qwen3"])
+def test_reasoning_beside_a_text_and_a_call_is_shown(name: str) -> None:
+    turn = CALLED.replaced(reasoning="because")
+    shown = chat_of(name).render([user("go").for_template(), turn.for_template()], prompt=False)
+    assert shown.index("because") < shown.index("I look.") < shown.rindex("search")
+
+
 def test_games_of_several_turns_are_played_with_each_template_that_shows_texts() -> None:
     refused: dict[str, str] = {}
     for file in sorted(FOLDER.glob("*.jinja")):
