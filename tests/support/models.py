@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_policy
-from tinkermq.actors.policy.tiny_models import TinyKind, save_tiny_model
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, TinyKind, save_tiny_model
 from tinkermq.actors.weights.tensors import TensorBytes, TensorSource
 from tinkermq.schemas.config.sections import LoraConfig
 from torch import nn
@@ -25,6 +25,12 @@ HERMES = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 """A chat template of the tiny models that writes calls as Hermes models do."""
+
+
+FORGETS_REASONING = CHAT_TEMPLATE.replace(
+    "{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}"
+).replace("message['content']", "message['content'].split('</think>')[-1]")
+"""It opens the reasoning in the prompt, and leaves it out of the history."""
 
 
 def make_tiny_model(

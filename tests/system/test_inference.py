@@ -51,7 +51,7 @@ from tests.clients.command import Outcome, command, tinkermq_here
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.games import RaisesInStep, SlowBandit
 from tests.support.jobs import Job
-from tests.support.models import plain_logprobs
+from tests.support.models import FORGETS_REASONING, plain_logprobs
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -223,11 +223,7 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
         await run_inference_async(**{**settings, "temperature": 0.5})
 
 
-OPENED = CHAT_TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
-"""It opens reasoning in a prompt, and leaves that out of the history."""
-
-
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OPENED], ids=["appends", "leaves-out"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, FORGETS_REASONING], ids=["appends", "forgets"])
 async def test_served_episodes_are_those_of_the_generators_own_loop(
     stack: Stack, tmp_path: Path, template: str
 ) -> None:
@@ -259,7 +255,7 @@ async def test_served_episodes_are_those_of_the_generators_own_loop(
         assert served[seed] == (own.token_ids.tolist(), own.mask.tolist(), own.messages)
         assert len(own.turn_ends) > 1
         shown = make_chat(config).decode_all(own.token_ids)
-        num_opened = len(own.turn_ends) if template == OPENED else 0
+        num_opened = len(own.turn_ends) if template == FORGETS_REASONING else 0
         assert shown.count("<|assistant|><think>") == num_opened
     stopping.set()
     await hosting

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.policy.tiny_models import (
-    CHAT_TEMPLATE,
     END,
     PAD,
     SPECIAL_TOKENS,
@@ -14,6 +13,7 @@ from tinkermq.actors.policy.tiny_models import (
 
 from tests.support.configs import small_job
 from tests.support.families import QUICK, make_model
+from tests.support.models import FORGETS_REASONING
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
@@ -50,8 +50,7 @@ async def test_a_run_of_any_kind_of_layers_is_replayed_to_the_bit(
 async def test_a_run_of_several_turns_says_that_it_keeps_reasoning(
     stack: Stack, tmp_path: Path
 ) -> None:
-    opened = CHAT_TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
-    model = save_tiny_model(tmp_path / "model", template=opened)
+    model = save_tiny_model(tmp_path / "model", template=FORGETS_REASONING)
     sections = {"env": {"game": "guess"}, "rollout": {"max_turns": 2, "max_turn_tokens": 6}}
     job = await stack.submit(small_job(model, **sections, training={"num_steps": 3}))
     told = await job.until_event("chat_template")
